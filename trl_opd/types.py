@@ -1,0 +1,82 @@
+"""Small frozen records that the parts hand to each other. Letters: B batch, T time, N trained positions, V vocabulary,
+H hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100  # a label that is not trained (torch's and transformers' convention)
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainedPositions:
+    """Where a batch's trained tokens are, relative to the batch-minimum slice `hidden[:, start - 1 : T - 1]`.
+
+    `start` is the smallest index of a labelled token in the batch; `index` (N,) int64 points into the flattened slice
+    of width `T - start`, at the position that *predicts* each trained token; `rows` (N,) int64 is the row it belongs
+    to; `targets` (N,) int64 is the trained token itself.
+    """
+
+    start: int
+    index: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.targets.numel()
+
+
+@dataclass(frozen=True)
+class FusedOutput:
+    """What the fused head returns for N trained positions.
+
+    `loss_sum` () fp32, differentiable: the sum over the positions, which the caller divides. `per_token` (N,) fp32,
+    `entropy` (N,) fp32 in nats and `correct` (N,) bool (the target is the student's most likely token) are detached.
+    """
+
+    loss_sum: torch.Tensor
+    per_token: torch.Tensor
+    entropy: torch.Tensor
+    correct: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a dataset, read and checked.
+
+    `kind` is one of `text`, `prompt_completion`, `messages`, `prompt_completion_messages`, `prompt`,
+    `prompt_messages`. `prompt` and `completion` are text for the first two and lists of messages otherwise; `text`
+    rows have only `completion`, `messages` rows too. `tools` and `template_kwargs` go to the chat template.
+    """
+
+    kind: str
+    prompt: str | list[Message] | None = None
+    completion: str | list[Message] | None = None
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    """`input_ids` (T,) and `labels` (T,), equal where the token is trained and -100 elsewhere."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rank's share of a generation window, R rows: what was asked, what was written, and whether it counts.
+
+    `weights` is 1 for a row that is trained and 0 for one that only fills the last window of an epoch.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    weights: list[int]
