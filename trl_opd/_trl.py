@@ -1,0 +1,92 @@
+"""The only place that touches private names of TRL and transformers. `tests/test_trl_contract.py` holds them.
+
+TRL moves fast: when a release renames something, this file and that test are what changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, TypeVar
+
+import torch
+import trl
+from packaging.version import Version
+from torch import nn
+from transformers import TrainingArguments
+from trl.models import prepare_deepspeed
+from trl.models.utils import _ForwardRedirection as ForwardRedirection
+from trl.trainer.utils import (
+    create_model_from_path,
+    get_config_model_id,
+    global_then_local_main_first,
+    identity,
+    maybe_gather_lm_head_ctx,
+)
+
+__all__ = [
+    "ForwardRedirection",
+    "create_model_from_path",
+    "get_config_model_id",
+    "global_then_local_main_first",
+    "identity",
+    "keep_4bit_gradients_right",
+    "maybe_gather_lm_head_ctx",
+    "prepare_deepspeed",
+    "upgrade_config",
+]
+
+OLDEST_TRL = "1.16.0"
+
+if Version(trl.__version__) < Version(OLDEST_TRL):
+    raise ImportError(f"trl_opd needs trl>={OLDEST_TRL}; trl {trl.__version__} is installed. Run: pip install -U trl")
+
+C = TypeVar("C", bound=TrainingArguments)
+
+# What TrainingArguments writes in other words into `to_dict()`, so it is taken from the object itself.
+_SECRET_FIELDS = ("hub_token",)
+
+
+def upgrade_config(args: TrainingArguments | None, cls: type[C], default_output_dir: str, **when_upgraded: Any) -> C:
+    """`args` as an instance of our config class `cls`, with the same values.
+
+    `None` gives the defaults; a config of TRL's own class keeps every value and gets our further fields, as
+    `when_upgraded` says or at their defaults; plain `TrainingArguments` are read as TRL reads them.
+    """
+    if args is None:
+        return cls(output_dir=default_output_dir)
+    if isinstance(args, cls):
+        return args
+    parent = next(base for base in cls.__mro__[1:] if base.__module__.startswith("trl."))
+    if isinstance(args, parent):
+        upgraded = object.__new__(cls)
+        upgraded.__dict__.update(args.__dict__)
+        for field in dataclasses.fields(cls):
+            if field.name not in upgraded.__dict__:
+                upgraded.__dict__[field.name] = when_upgraded.get(field.name, field.default)
+        return upgraded
+    values = args.to_dict() | {name: getattr(args, name) for name in _SECRET_FIELDS}
+    known = {field.name for field in dataclasses.fields(cls) if field.init}
+    return cls(**{key: value for key, value in values.items() if key in known} | when_upgraded)
+
+
+def keep_4bit_gradients_right(model: nn.Module) -> int:
+    """Keep 4-bit student layers off bitsandbytes' AVX512-BF16 kernel; returns how many layers there are.
+
+    That kernel repacks the weights at the first forward in eval mode and has no backward, so every training gradient
+    after a rollout or an evaluation would be wrong.
+    """
+    layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    for layer in layers:
+        if not hasattr(layer, "support_avx512bf16_for_cpu"):
+            warnings.warn(
+                "This bitsandbytes has no `support_avx512bf16_for_cpu`; check 4-bit gradients on a CPU.", stacklevel=2
+            )
+            break
+        layer.support_avx512bf16_for_cpu = False
+    return len(layers)
+
+
+def is_accelerator_there() -> bool:
+    """Whether torch sees a GPU or another accelerator."""
+    return torch.cuda.is_available() or (hasattr(torch, "accelerator") and torch.accelerator.is_available())

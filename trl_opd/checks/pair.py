@@ -1,0 +1,57 @@
+"""Teacher and student must mean the same token by the same id, and must be two models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..teachers.local import shares_parameters
+
+_SHOWN = 5
+
+
+def check_not_the_same(student: nn.Module | str, teacher: nn.Module | str) -> None:
+    """Raise `ValueError` where the teacher is the student itself, or holds its weights (a LoRA student's base)."""
+    if isinstance(student, str) or isinstance(teacher, str):
+        return
+    if student is teacher or shares_parameters(student, teacher):
+        raise ValueError(
+            "The teacher is the student's own object (or holds its weights), so training would move both and the "
+            "divergence could only say 0. Load the teacher a second time: teacher_model=<path>."
+        )
+
+
+def check_token_ids(student: Any, teacher: Any) -> None:
+    """Compare two tokenizers' token -> id maps. Raises `ValueError` with the first five ids that differ.
+
+    Tokens that only one of them knows, at an id that the other does not use, are no difference.
+    """
+    student_ids, teacher_ids = student.get_vocab(), teacher.get_vocab()
+    by_id = {i: token for token, i in teacher_ids.items()}
+    wrong = sorted(
+        (i, token, by_id.get(i))
+        for token, i in student_ids.items()
+        if by_id.get(i, token) != token or teacher_ids.get(token, i) != i
+    )
+    if not wrong:
+        return
+    lines = [
+        f"  id {i}: student {token!r}, teacher {'nothing' if other is None else repr(other)}"
+        for i, token, other in wrong[:_SHOWN]
+    ]
+    raise ValueError(
+        f"Student and teacher do not share a tokenizer: {len(wrong):,} of {len(student_ids):,} token ids differ.\n"
+        + "\n".join(lines)
+        + "\nThe divergence compares ids one by one, so it would be taken between different tokens. Choose a teacher "
+        "of the student's own family."
+    )
+
+
+def check_vocab_sizes(student: int, teacher: int) -> None:
+    """Raise `ValueError` where the two models' heads do not have the same number of ids."""
+    if student != teacher:
+        raise ValueError(
+            f"The student's head has {student:,} ids and the teacher's {teacher:,}. Choose a teacher with the same "
+            "`vocab_size`."
+        )

@@ -1,0 +1,1 @@
+"""From dataset rows to padded batches: rows -> messages -> tokens and labels -> batch."""

@@ -1,0 +1,89 @@
+"""The order of prompts: each once an epoch, whatever the number of processes, and the same after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+
+class Slot(NamedTuple):
+    """One place in a generation window. `row` indexes the dataset; `weight` is 0 for a row that only fills the last
+    window; `first` is false for the repeats of a window, one a further micro-batch, which bring no row."""
+
+    row: int
+    weight: int
+    first: bool
+
+
+class WindowSampler(Sampler[Slot]):
+    """Windows of `window` prompts, each yielded `repeats` times: once to be written, then once a further micro-batch.
+
+    The order of epoch e is the permutation seeded with `seed + e`, cut into windows; the last one is filled with the
+    epoch's first rows at weight 0. Nothing else decides it, so it does not depend on how many processes share a
+    window, nor on where a run was stopped.
+    """
+
+    def __init__(self, data: Sized, *, window: int, repeats: int, seed: int, shuffle: bool = True):
+        self.num_rows, self.window, self.repeats = len(data), window, repeats
+        self.seed, self.shuffle, self.epoch = seed, shuffle, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self) -> list[int]:
+        """The rows of this epoch in order, each once."""
+        if not self.shuffle:
+            return list(range(self.num_rows))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[Slot]:
+        order = self.order()
+        for start in range(0, len(order), self.window):
+            rows = [(row, 1) for row in order[start : start + self.window]]
+            rows += [(order[i % len(order)], 0) for i in range(self.window - len(rows))]
+            for repeat in range(self.repeats):
+                yield from (Slot(row, weight, repeat == 0) for row, weight in rows)
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.window) * self.window * self.repeats
+
+
+class PromptRows(Dataset):
+    """Rows looked up by `Slot`, with their weight. A repeat's slot brings `None`: its rows are already in the buffer."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, slot: Slot) -> dict[str, Any] | None:
+        return {**self.rows[slot.row], "weight": slot.weight} if slot.first else None
+
+
+class PromptStream(IterableDataset):
+    """The same windows over a streaming dataset, in the stream's own order."""
+
+    def __init__(self, rows: Any, *, window: int, repeats: int):
+        self.rows, self.window, self.repeats = rows, window, repeats
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
+        held: list[dict[str, Any]] = []
+        for row in self.rows:
+            held.append({**row, "weight": 1})
+            if len(held) == self.window:
+                yield from self._window(held)
+                held = []
+        if held:
+            yield from self._window(held + [{**held[i % len(held)], "weight": 0} for i in range(self.window - len(held))])
+
+    def _window(self, held: list[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
+        yield from held
+        yield from [None] * (self.window * (self.repeats - 1))

@@ -1,0 +1,150 @@
+"""A causal language model taken apart: the backbone runs once, then the head scores only what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
+from .masking import select_predicting
+from .types import FusedOutput, TrainedPositions
+
+_NOT_FOR_THE_BACKBONE = ("labels", "trained_positions", "num_items_in_batch")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A model's output projection. `plain` is false where its weights are not all there is to it (an adapter on it,
+    a quantised layer, a trained copy), so that it must be called."""
+
+    module: nn.Module
+    transform: HeadTransform
+    vocab_size: int
+
+    @property
+    def plain(self) -> bool:
+        module = self.module
+        return (
+            isinstance(module, nn.Linear)
+            and module.weight.is_floating_point()
+            and not hasattr(module, "base_layer")
+            and not type(module).__module__.startswith("bitsandbytes")
+        )
+
+    def parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight (V, H) and bias (V,), whole: a weight sharded as a DTensor is gathered once, here."""
+        assert isinstance(self.module, nn.Linear), "only a plain head is read by its weights"
+        weight, bias = self.module.weight, self.module.bias
+        if isinstance(weight, torch.distributed.tensor.DTensor):
+            weight = weight.full_tensor().to(dtype)
+            bias = None if bias is None else bias.full_tensor()
+        return weight, bias
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model inside a `PeftModel`, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def head_of(model: nn.Module) -> Head:
+    """The head of an unwrapped causal language model, with what its config does to the logits."""
+    inner = causal_lm(model)
+    config = inner.config.get_text_config()
+    return Head(inner.get_output_embeddings(), head_transform(config), config.vocab_size)
+
+
+def head_transform(config: Any) -> HeadTransform:
+    """Logit scale and softcap from a model's config, in the conventions of the families that have them.
+
+    `logit_scale` (Cohere), `output_multiplier` (Muse Glimmer) and `lm_head_multiplier` (Falcon-H1) multiply;
+    `logits_scaling` divides (Granite, MiniCPM3) but multiplies in HyperCLOVA X; `final_logit_softcapping` (Gemma).
+    """
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            scale = getattr(config, name)
+            break
+    else:
+        scaling = getattr(config, "logits_scaling", None) or 1.0
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return HeadTransform(float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def predicting_states(model: nn.Module, batch: dict[str, Any], positions: TrainedPositions) -> torch.Tensor:
+    """Run the backbone once on a batch (B, T) and keep the states that predict a trained token: (N, H).
+
+    The model gets no labels. Must run inside the wrapped forward, as everything that touches weights.
+    """
+    inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_BACKBONE}
+    inputs["use_cache"] = False
+    hidden = causal_lm(model).base_model(**inputs).last_hidden_state  # (B, T, H)
+    return select_predicting(hidden, positions)
+
+
+def cross_entropy(hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, gather: Gather) -> FusedOutput:
+    """−log p of `targets` (N,) from states (N, H)."""
+    if not head.plain:
+        return chunked_module_loss(
+            "cross_entropy",
+            hidden,
+            head.module,
+            vocab_size=head.vocab_size,
+            targets=targets,
+            student_transform=head.transform,
+        )
+    weight, bias = head.parameters(hidden.dtype)
+    return fused_linear_loss(
+        "cross_entropy", hidden, weight, bias=bias, targets=targets, student_transform=head.transform, gather=gather
+    )
+
+
+def divergence(
+    hidden: torch.Tensor,
+    head: Head,
+    teacher_hidden: torch.Tensor,
+    teacher_head: Head,
+    *,
+    targets: torch.Tensor,
+    beta: float,
+    temperature: float,
+    gather: Gather,
+) -> FusedOutput:
+    """The divergence of student states (N, H) from teacher states (N, H'), each through its own head."""
+    if head.plain and teacher_head.plain:
+        weight, bias = head.parameters(hidden.dtype)
+        teacher_weight, teacher_bias = teacher_head.parameters(teacher_hidden.dtype)
+        return fused_linear_loss(
+            "divergence",
+            hidden,
+            weight,
+            bias=bias,
+            targets=targets,
+            teacher_hidden=teacher_hidden,
+            teacher_weight=teacher_weight,
+            teacher_bias=teacher_bias,
+            beta=beta,
+            temperature=temperature,
+            student_transform=head.transform,
+            teacher_transform=teacher_head.transform,
+            gather=gather,
+        )
+    call_teacher: Callable[[torch.Tensor], torch.Tensor] = teacher_head.module
+
+    def teacher_logits(chunk: slice) -> torch.Tensor:
+        with torch.no_grad():
+            return teacher_head.transform(call_teacher(teacher_hidden[chunk]).float())
+
+    return chunked_module_loss(
+        "divergence",
+        hidden,
+        head.module,
+        vocab_size=head.vocab_size,
+        targets=targets,
+        teacher_logits=teacher_logits,
+        beta=beta,
+        temperature=temperature,
+        student_transform=head.transform,
+    )

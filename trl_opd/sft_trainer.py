@@ -1,0 +1,228 @@
+"""Supervised fine-tuning: TRL's `SFTTrainer`, trained on exactly the tokens the assistant must write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import trl
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
+
+from . import heads
+from ._trl import get_config_model_id, global_then_local_main_first, keep_4bit_gradients_right, upgrade_config
+from .checks.dropout import turn_off_dropout
+from .configs import SFTConfig
+from .data.collate import POSITIONS, CheckedCollator
+from .data.prepare import RowPolicy, prepare_sft
+from .data.report import DataReport
+from .data.tokenize import Tokenization
+from .losses.reduce import global_mean
+from .masking import trained_positions
+from .token_trainer import TokenLevelTrainer, gather_heads
+from .types import IGNORE_INDEX, TrainedPositions
+
+logger = get_logger(__name__)
+
+
+class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
+    """`trl.SFTTrainer` with the same arguments, and strict masks, counted rows and one denominator a step.
+
+    A `trl.SFTConfig` or `TrainingArguments` is taken as it is (rows over `max_length` are then cut, as TRL does, and
+    counted). Raises `DatasetError` for rows that cannot be trained, before anything is.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig | TrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable | None = None,
+    ):
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        # TRL cuts what is too long without a word: a config of its own means that, and we count it
+        args = upgrade_config(args, SFTConfig, f"{name.split('/')[-1]}-SFT", overflow="cut")
+        self._train_on = _train_on(args)
+        # our masks need no {% generation %} in the template, and TRL refuses templates without it
+        assistant_only, args.assistant_only_loss = args.assistant_only_loss, False
+        self.data_reports: list[DataReport] = []
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        args.assistant_only_loss = assistant_only
+        self._start_accounting()
+        keep_4bit_gradients_right(self.model)
+        self.dropout_turned_off = 0
+        if args.disable_dropout is not False:
+            self.dropout_turned_off = turn_off_dropout(self.model, adapters_too=bool(args.disable_dropout))
+        self._trl_does_it = _why_trl(self, compute_loss_func)
+        if self._trl_does_it:
+            logger.warning(f"The loss is computed by TRL's own code: {self._trl_does_it}.")
+            return
+        self.loss_is_scaled_for_ga = True  # we divide by the tokens of the whole step ourselves
+        self.model_accepts_loss_kwargs = True
+        streaming = isinstance(train_dataset, IterableDataset)  # accelerate then cuts batches on the main process
+        self.data_collator = CheckedCollator(self.data_collator, args.strict_masks, note_positions=not streaming)
+
+    def _prepare_dataset(  # type: ignore[override]
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        columns = dataset.column_names or list(next(iter(dataset)))
+        custom_format = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+        if isinstance(processing_class, ProcessorMixin) or custom_format or "seq_lengths" in columns:
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        text_field = args.dataset_text_field
+        if formatting_func is not None and "input_ids" not in columns:
+            dataset = dataset.map(_Formatted(formatting_func), remove_columns=columns)
+            text_field = "text"
+        with global_then_local_main_first():
+            dataset, report = prepare_sft(
+                dataset,
+                Tokenization(processing_class, self._train_on),
+                RowPolicy(args.max_length, args.bad_rows, args.overflow, text_field),
+                name=dataset_name,
+                num_proc=args.dataset_num_proc,
+            )
+            self.data_reports.append(report)
+            if packing:
+                if args.max_length is None:
+                    raise ValueError("`packing: true` needs `max_length`: the length that rows are packed to.")
+                if args.shuffle_dataset:
+                    dataset = dataset.shuffle(seed=args.seed)
+                dataset = trl.pack_dataset(dataset, args.max_length, args.packing_strategy)
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
+        super()._reject_skip_prepare_without_labels(datasets, getattr(data_collator, "inner", data_collator))
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """N: the trained tokens of every micro-batch of the step on every rank, whatever
+        `average_tokens_across_devices` says."""
+        if self._trl_does_it or not batch_samples or "labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        counts = [_count(batch, device) for batch in batch_samples]
+        return self.accelerator.gather(torch.stack(counts).sum()).sum() / self.get_tp_size()
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Σ −log p over the trained tokens ÷ N. The model never sees the labels.
+
+        With `return_outputs`, and for what needs the model's own forward, the loss is TRL's.
+        """
+        positions = inputs.get(POSITIONS)
+        inputs = {key: value for key, value in inputs.items() if key != POSITIONS}
+        if self._trl_does_it or return_outputs or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if positions is None:
+            positions = trained_positions(inputs["labels"])
+        loss_sum, per_token, entropy, correct = self._in_wrapped_forward(model, self._score, inputs, positions)
+        sums, tokens = self._sums[self._mode], len(positions)
+        sums.add("entropy", entropy.sum(), tokens)
+        sums.add("mean_token_accuracy", correct.sum(), tokens)
+        if self._mode == "eval":
+            self._count_evaluated(per_token, positions, inputs["labels"].size(0))
+        else:
+            self._total_train_tokens += _num_tokens(inputs)
+        if num_items_in_batch is None:
+            return global_mean(loss_sum, tokens)
+        sums.add("sft/num_tokens_per_step", torch.as_tensor(num_items_in_batch), 1)
+        return global_mean(loss_sum, num_items_in_batch, self.accelerator.num_processes // self.get_tp_size())
+
+    @staticmethod
+    def _score(unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> tuple:
+        hidden = heads.predicting_states(unwrapped, inputs, positions)
+        out = heads.cross_entropy(hidden, heads.head_of(unwrapped), positions.targets, gather=gather_heads)
+        return out.loss_sum, out.per_token, out.entropy, out.correct
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's names, with `num_tokens` summed over the ranks."""
+        if not self._trl_does_it and "loss" in logs:
+            seen = torch.as_tensor(self._total_train_tokens, device=self.accelerator.device).reshape(1)
+            self._metrics["train"]["num_tokens"] = [int(self.accelerator.gather(seen).sum()) // self.get_tp_size()]
+        super().log(logs, start_time)
+
+
+class _Formatted:
+    """`formatting_func` as a step of `Dataset.map`."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"text": self.function(row)}
+
+
+def _train_on(args: SFTConfig) -> str:
+    """`train_on`, unless one of TRL's own flags was set: those win."""
+    if args.assistant_only_loss or args.completion_only_loss:
+        chosen, flag = "assistant", "assistant_only_loss" if args.assistant_only_loss else "completion_only_loss"
+    elif args.completion_only_loss is False:
+        chosen, flag = "all", "completion_only_loss"
+    else:
+        return args.train_on
+    if chosen != args.train_on:
+        logger.warning(f"`{flag}: {getattr(args, flag)}` wins over `train_on: {args.train_on}`: {chosen} is trained.")
+    return chosen
+
+
+def _why_trl(trainer: Any, compute_loss_func: Callable | None) -> str:
+    """Why this run needs the model's own forward, so that TRL computes the loss; empty where it does not."""
+    args, model = trainer.args, trainer.model
+    parallel = trainer.accelerator.parallelism_config
+    inner = heads.causal_lm(model)
+    reasons = {
+        "compute_loss_func was passed": compute_loss_func is not None,
+        f"label_smoothing_factor is {args.label_smoothing_factor}": args.label_smoothing_factor > 0,
+        f"loss_type is {args.loss_type}": args.loss_type != "nll",
+        "the model adds a mixture-of-experts auxiliary loss": trainer.aux_loss_enabled,
+        "the model takes images": trainer._is_vlm,
+        "sequences are split over ranks": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),
+        "the adapter adds virtual tokens": any(
+            config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()
+        ),
+        "the model has no backbone apart from its head": getattr(inner, "base_model", inner) is inner,
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+    if POSITIONS in batch:
+        return torch.tensor(len(batch[POSITIONS]), device=device)
+    return (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
+
+
+def _num_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+    mask = inputs.get("attention_mask")
+    return mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())

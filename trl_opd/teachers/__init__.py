@@ -1,0 +1,1 @@
+"""Where the teacher's distribution comes from: one small module a kind."""

@@ -1,0 +1,71 @@
+"""What both trainers do alike: score inside the wrapped forward, count tokens, log sums, evaluate exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
+from .losses.reduce import row_sums
+from .metrics import MetricSums
+from .types import TrainedPositions
+
+gather_heads = maybe_gather_lm_head_ctx  # makes a head that ZeRO-3 has sharded whole, inside the fused pass
+
+
+class TokenLevelTrainer:
+    """Mixed into a TRL trainer, before it. Needs `_start_accounting()` once TRL's constructor is done."""
+
+    # what the TRL trainer it is mixed into brings
+    accelerator: Any
+    model: Any
+    _metrics: dict[str, Any]
+
+    def _start_accounting(self) -> None:
+        self._sums = {"train": MetricSums(), "eval": MetricSums()}
+        self._eval_total = torch.zeros(2, dtype=torch.float64)  # loss sum and trained tokens of an evaluation
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _in_wrapped_forward(self, model: torch.nn.Module, score: Callable[..., tuple], *args: Any) -> tuple:
+        """Run `score(unwrapped, *args)` as the forward of the wrapped model, under autocast.
+
+        DDP, ZeRO and FSDP only see gradients that come out of their own forward; and the redirected forward is not the
+        one that accelerate patched, so autocast has to be entered here.
+        """
+        unwrapped = self.accelerator.unwrap_model(model)
+
+        def scored(*inner: Any) -> tuple:
+            with self.accelerator.autocast():
+                return score(unwrapped, *inner)
+
+        return ForwardRedirection()(model, unwrapped, scored, *args)
+
+    def _count_evaluated(self, per_token: torch.Tensor, positions: TrainedPositions, num_rows: int) -> None:
+        """Add a batch to the evaluation's sums; rows that only even out the ranks are left out by `gather`."""
+        sums, counts = row_sums(per_token, positions.rows, num_rows)
+        table = self.accelerator.gather_for_metrics(torch.stack([sums, counts], dim=1))  # (rows, 2)
+        self._eval_total += table.double().sum(0).cpu()
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """The loop of `Trainer`, whose loss becomes Σ per-token / N of the whole set: one value, whatever the batch."""
+        self._eval_total = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        loss_sum, tokens = self._eval_total.tolist()
+        if tokens:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / tokens
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's `log` with our sums reduced over the ranks first.
+
+        Only where `Trainer` itself logs, on every rank: a callback may well log on one rank alone.
+        """
+        if "loss" in logs or any(key.endswith("_runtime") for key in logs):
+            for name, value in self._sums[self._mode].pop_means(self.accelerator.gather).items():
+                self._metrics[self._mode][name] = [value]
+        super().log(logs, start_time)  # type: ignore[misc]
