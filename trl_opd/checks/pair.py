@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,13 @@ _SHOWN = 5
 
 def check_not_the_same(student: nn.Module | str, teacher: nn.Module | str) -> None:
     """Raise `ValueError` where the teacher is the student itself, or holds its weights (a LoRA student's base)."""
+    if isinstance(student, str) and isinstance(teacher, str):
+        if os.path.realpath(student) == os.path.realpath(teacher):
+            raise ValueError(
+                f"Student and teacher are both {student}: the divergence is 0 and nothing is learned. Set "
+                "`teacher_model_name_or_path` to another model."
+            )
+        return
     if isinstance(student, str) or isinstance(teacher, str):
         return
     if student is teacher or shares_parameters(student, teacher):

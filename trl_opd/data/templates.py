@@ -17,7 +17,8 @@ from ..types import Message
 from .rows import BadRow
 
 Span = tuple[int, int]
-_EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*\Z")
+_EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
+_EMPTY_THINK_AT_END = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 def render(
@@ -43,27 +44,21 @@ def assistant_spans(
     token are outside. Raises `BadRow` where the template drops or rewrites what the row asks to train.
     """
     text = render(tokenizer, messages, **kwargs)
+    specials = special_tokens(tokenizer)
     spans = []
     for i in sorted(trained):
-        begin = _prefix(tokenizer, messages, i, text, kwargs)
-        end = _prefix(tokenizer, messages, i + 1, text, kwargs)
-        # what the prompt of this turn would already hold at inference
-        asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs) if i else ""
-        header = max(len(os.path.commonprefix([asked, text])), begin)
-        spans.append((_content_start(messages[i], text, begin, header, end), _stop(tokenizer, text, messages[i], end)))
+        begin = _prefix_length(_rendered(tokenizer, messages, i, kwargs), text, specials)
+        end = _prefix_length(_rendered(tokenizer, messages, i + 1, kwargs), text, specials)
+        content = messages[i]["content"].strip()
+        if i:  # what the prompt of this turn already holds at inference
+            asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs)
+            header = max(len(os.path.commonprefix([asked, text])), begin)
+            at = _find_content(content, text, begin, header, end)
+            start = _written_from(text, begin, header, at)
+        else:  # no template renders a conversation of nothing
+            start = at = _find_content(content, text, begin, end, end)
+        spans.append((start, _stop(text, at + len(content), end, specials)))
     return text, spans
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, text: str, kwargs: Any) -> int:
-    """Length of the first `n` messages' rendering, which must be a prefix of the whole."""
-    if n in (0, len(messages)):
-        return len(text) if n else 0
-    part = render(tokenizer, messages[:n], **kwargs)
-    common = len(os.path.commonprefix([part, text]))
-    if part[common:].strip():
-        lost = part[common:].strip()
-        raise BadRow("the chat template rewrites an earlier turn once another follows", "messages", lost, _WAY_OUT)
-    return common
 
 
 _WAY_OUT = (
@@ -72,30 +67,70 @@ _WAY_OUT = (
 )
 
 
-def _content_start(message: Message, text: str, begin: int, header: int, end: int) -> int:
-    content = message["content"].strip()
-    start = text.find(content, header, end)
-    if start < 0:  # a prefilled `<think>` is part of the content: train what is left to write
-        start = text.rfind(content, begin, end)
-    if start < 0:
-        kept = max((part for part in content.split("</think>")), key=lambda p: p.strip() in text[begin:end])
-        lost = content.replace(kept, "", 1) or content
-        raise BadRow("the chat template drops this text of the assistant", "messages", lost.strip(), _WAY_OUT)
-    # text that the template puts before the content is the assistant's own (a channel, its reasoning), but for an
-    # injected empty think block
-    between = text[header:start] if start > header else ""
-    return max(start, header) if _EMPTY_THINK.match(between) or not between.strip() else header
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, kwargs: Any) -> str:
+    return render(tokenizer, messages[:n], **kwargs) if n else ""
 
 
-def _stop(tokenizer: PreTrainedTokenizerBase, text: str, message: Message, end: int) -> int:
+def _prefix_length(part: str, text: str, specials: list[str]) -> int:
+    """How much of the whole the rendering of its first messages is. Raises `BadRow` where that rendering holds
+    something that the whole has not: a later turn made the template rewrite an earlier one.
+
+    Two things may differ: an empty think block, and the special token at the very end (a `<|return|>` that becomes
+    `<|end|>`, an eos after the last turn).
+    """
+    common = len(os.path.commonprefix([part, text]))
+    while block := _EMPTY_THINK.match(part, common):
+        part = part[:common] + part[block.end() :]
+        common = len(os.path.commonprefix([part, text]))
+    if common < len(part):  # not inside a special token: two of them may share their `<|`
+        common = min(_token_start(string, common, specials) for string in (part, text))
+    rest = part[common:]
+    for token in specials:
+        rest = rest.replace(token, "")
+    if rest.strip():
+        lost = part[common:].strip()
+        raise BadRow("the chat template rewrites an earlier turn once another follows", "messages", lost, _WAY_OUT)
+    return common
+
+
+def _token_start(text: str, position: int, specials: list[str]) -> int:
+    """`position`, or the start of the special token of `text` that it falls into."""
+    starts = (text.find(token, max(position - len(token) + 1, 0), position + len(token) - 1) for token in specials)
+    return min((at for at in starts if 0 <= at < position), default=position)
+
+
+def _find_content(content: str, text: str, begin: int, header: int, end: int) -> int:
+    at = text.find(content, header, end)
+    if at < 0:  # a prefilled `<think>` is part of the content
+        at = text.rfind(content, begin, end)
+    if at < 0:
+        kept = max(content.split("</think>"), key=lambda piece: (piece.strip() in text[begin:end]) * len(piece.strip()))
+        lost = content.replace(kept, "", 1).strip() if kept.strip() in text[begin:end] else content
+        raise BadRow("the chat template drops this text of the assistant", "messages", lost, _WAY_OUT)
+    return at
+
+
+def _written_from(text: str, begin: int, header: int, content: int) -> int:
+    """Where the assistant starts to write: after the header, but for an injected empty think block.
+
+    Other text between header and content is its own: a channel, its reasoning. Content before the header's end is
+    what the generation prompt prefills.
+    """
+    if content <= header:
+        return header
+    between = text[header:content]
+    return content if not between.strip() or _EMPTY_THINK_AT_END.search(text, begin, content) else header
+
+
+def _stop(text: str, content_end: int, end: int, specials: list[str]) -> int:
     """End of the first special token after the content, or of the turn's last visible character."""
-    content_end = text.rfind(message["content"].strip(), 0, end) + len(message["content"].strip())
-    stops = [
-        at + len(token)
-        for token in special_tokens(tokenizer)
-        if (at := text.find(token, content_end, end)) >= 0
-    ]
-    return min(stops) if stops else content_end + len(text[content_end:end].rstrip())
+    stops = [at + len(token) for token in specials if (at := text.find(token, content_end, end)) >= 0]
+    if stops:
+        return min(stops)
+    visible = content_end + len(text[content_end:end].rstrip())
+    if end < len(text) and not text[visible:end].strip():  # the one that closes this turn differs from the last turn's
+        stops = [end + len(token) for token in specials if text.startswith(token, end)]
+    return max(stops, default=visible)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -1,0 +1,71 @@
+"""What we rely on in TRL and transformers beyond their public API. A failure here says what a release changed."""
+
+import inspect
+
+import pytest
+import transformers
+import trl
+
+from trl_opd import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer, _trl
+
+OVERRIDDEN = [
+    (SFTTrainer, trl.SFTTrainer, "_prepare_dataset"),
+    (SFTTrainer, trl.SFTTrainer, "_reject_skip_prepare_without_labels"),
+    (SFTTrainer, trl.SFTTrainer, "_get_num_items_in_batch"),
+    (SFTTrainer, trl.SFTTrainer, "compute_loss"),
+    (SFTTrainer, trl.SFTTrainer, "log"),
+    (DistillationTrainer, trl.DistillationTrainer, "get_train_dataloader"),
+    (DistillationTrainer, trl.DistillationTrainer, "_get_train_sampler"),
+    (DistillationTrainer, trl.DistillationTrainer, "_get_eval_sampler"),
+    (DistillationTrainer, trl.DistillationTrainer, "_prepare_inputs"),
+    (DistillationTrainer, trl.DistillationTrainer, "compute_loss"),
+    (DistillationTrainer, trl.DistillationTrainer, "training_step"),
+    (DistillationTrainer, trl.DistillationTrainer, "prediction_step"),
+]
+
+
+@pytest.mark.parametrize("ours, theirs, name", OVERRIDDEN, ids=lambda x: x if isinstance(x, str) else "")
+def test_overridden_methods_take_the_same_arguments(ours, theirs, name):
+    mine = [p for p in inspect.signature(getattr(ours, name)).parameters]
+    upstream = [p for p in inspect.signature(getattr(theirs, name)).parameters]
+    assert len(mine) == len(upstream), f"{name}{upstream}"
+
+
+@pytest.mark.parametrize("ours, theirs", [(SFTTrainer, trl.SFTTrainer), (DistillationTrainer, trl.DistillationTrainer)])
+def test_constructors_take_trls_arguments_in_trls_order(ours, theirs):
+    mine, upstream = (list(inspect.signature(c.__init__).parameters) for c in (ours, theirs))
+    assert mine[: len(upstream)] == upstream
+
+
+@pytest.mark.parametrize("ours, theirs", [(SFTConfig, trl.SFTConfig), (DistillationConfig, trl.DistillationConfig)])
+def test_configs_keep_every_field_of_trl(ours, theirs):
+    assert set(theirs.__dataclass_fields__) <= set(ours.__dataclass_fields__)
+
+
+def test_the_rollout_seam_is_where_it_was():
+    parameters = list(inspect.signature(trl.DistillationTrainer._generate_single_turn).parameters)
+    assert parameters[:4] == ["self", "prompt_ids", "images", "multimodal_fields"]
+    assert "epoch" in inspect.signature(transformers.Trainer._run_epoch).parameters
+    source = inspect.getsource(transformers.Trainer._inner_training_loop)
+    assert "self._run_epoch(" in source and "epoch=epoch" in source
+
+
+def test_attributes_that_trl_sets_and_we_read():
+    source = inspect.getsource(trl.DistillationTrainer.__init__)
+    for name in ("_tokenizer", "eos_token_ids", "_metrics", "_step", "_buffered_inputs", "_forward_redirection", "_logs"):
+        assert f"self.{name} =" in source, name
+    source = inspect.getsource(trl.SFTTrainer.__init__)
+    for name in ("_tokenizer", "_metrics", "_total_train_tokens", "aux_loss_enabled"):
+        assert f"self.{name} =" in source, name
+
+
+def test_private_names_are_there():
+    assert all(hasattr(_trl, name) for name in _trl.__all__)
+
+
+def test_a_trl_that_is_too_old_is_refused(monkeypatch):
+    import importlib
+
+    monkeypatch.setattr(trl, "__version__", "1.15.0")
+    with pytest.raises(ImportError, match=r"needs trl>=1.16.0; trl 1.15.0 is installed"):
+        importlib.reload(_trl)

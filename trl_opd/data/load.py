@@ -1,0 +1,43 @@
+"""Datasets by name: the Hub, a local file, a folder of files, a folder written by `save_to_disk`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
+
+from .rows import DatasetError
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_splits(name: str, config: str | None = None, *, train_split: str, streaming: bool = False) -> Any:
+    """All splits of a dataset, by name. A single file is the split `train_split`.
+
+    Raises `DatasetError` naming what was looked for where there is nothing to read.
+    """
+    path = Path(name).expanduser()
+    try:
+        if path.suffix in _BUILDERS:
+            if not path.is_file():
+                raise DatasetError(f"dataset_name: there is no file {name}")
+            return load_dataset(_BUILDERS[path.suffix], data_files={train_split: str(path)}, streaming=streaming)
+        if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
+            saved = load_from_disk(str(path))
+            saved = saved if isinstance(saved, DatasetDict) else DatasetDict({train_split: saved})
+            if streaming:
+                return IterableDatasetDict({split: rows.to_iterable_dataset() for split, rows in saved.items()})
+            return saved
+        return load_dataset(str(path) if path.is_dir() else name, name=config, streaming=streaming)
+    except DatasetError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"dataset_name: {name} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def pick_split(splits: Any, split: str, *, flag: str, name: str) -> Any:
+    """One split. Raises `DatasetError` naming the flag that asked for it and the splits there are."""
+    if split not in splits:
+        raise DatasetError(f"{flag}: {name} has no split {split!r}; it has {', '.join(map(repr, splits))}.")
+    return splits[split]

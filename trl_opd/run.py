@@ -1,0 +1,211 @@
+"""One run, top to bottom: dataset, model, trainer, training, and everything that is left on disk after it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+import trl
+from accelerate import PartialState
+from transformers.trainer_utils import get_last_checkpoint
+
+from . import recipes, summary
+from ._trl import is_accelerator_there
+from .data.load import load_splits, pick_split
+from .data.rows import DatasetError
+from .data.templates import special_tokens
+from .distillation_trainer import DistillationTrainer
+from .errors import UsageError
+from .recipes import Settings
+from .sft_trainer import SFTTrainer
+from .types import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
+
+# what a user can mend; anything else is a bug, and its traceback is shown
+_MENDABLE = (UsageError, DatasetError, ValueError, TypeError, OSError, ImportError)
+
+
+def main(job: str, argv: Sequence[str]) -> int:
+    """`trl-opd sft` and `trl-opd distill`. Returns the exit code: 0, 2 for a wrong command, 1 for the rest."""
+    argv, debug = _without_debug_flag(argv)
+    # TRL's use of transformers is TRL's to update, not the user's
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    try:
+        settings = recipes.parse(job, argv)
+        set_up_logging(settings.training)
+        trainer, checkpoint = build(settings)
+    except _MENDABLE as error:
+        if debug:
+            traceback.print_exc()
+        print(f"trl-opd {job}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    train(trainer, settings, checkpoint)
+    return 0
+
+
+def _without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """`--debug` alone shows tracebacks; `--debug underflow_overflow` is transformers' own flag."""
+    for i, flag in enumerate(argv):
+        if flag == "--debug" and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            return [*argv[:i], *argv[i + 1 :]], True
+    return list(argv), False
+
+
+def run(job: str, argv: Sequence[str]) -> Any:
+    """The same from Python, with exceptions: returns the trainer, trained and saved."""
+    settings = recipes.parse(job, argv)
+    trainer, checkpoint = build(settings)
+    train(trainer, settings, checkpoint)
+    return trainer
+
+
+def set_up_logging(args: Any) -> None:
+    """Messages of the main process; the others only speak of warnings."""
+    main_process = PartialState().is_local_main_process
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("trl_opd").setLevel(logging.INFO if main_process else logging.WARNING)
+    transformers.utils.logging.set_verbosity(args.get_process_log_level())
+
+
+def build(settings: Settings) -> tuple[Any, str | None]:
+    """The trainer, ready to start, and the checkpoint to go on from. Everything that can be wrong is found here."""
+    args, model_args = settings.training, settings.model
+    if model_args.model_name_or_path is None:
+        raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
+    if not args.output_dir:
+        raise UsageError("there is no `output_dir`: set it to the folder that the model is saved to")
+    if not is_accelerator_there():
+        args.dataloader_pin_memory = False
+    checkpoint = find_checkpoint(args)
+    check_model_is_there(model_args, args.trust_remote_code)
+    train_rows, eval_rows = load_rows(settings)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    common = {
+        "model": model_args.model_name_or_path,
+        "args": args,
+        "train_dataset": train_rows,
+        "eval_dataset": eval_rows,
+        "quantization_config": trl.get_quantization_config(model_args),
+        "peft_config": trl.get_peft_config(model_args),
+    }
+    trainer: Any
+    if settings.job == "sft":
+        trainer = SFTTrainer(**common)
+    else:
+        args.teacher_model_init_kwargs = {
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
+            **(args.teacher_model_init_kwargs or {}),
+        }
+        trainer = DistillationTrainer(**common)
+    stop_at(trainer)
+    return trainer, checkpoint
+
+
+def check_model_is_there(model_args: Any, trust_remote_code: bool) -> None:
+    """Raise `ValueError` naming the key where the model's config cannot be read."""
+    name = model_args.model_name_or_path
+    try:
+        transformers.AutoConfig.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=trust_remote_code
+        )
+    except OSError as error:
+        raise ValueError(
+            f"`model_name_or_path: {name}` is neither a folder with a model nor a model on the Hub that can be "
+            f"reached: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def load_rows(settings: Settings) -> tuple[Any, Any]:
+    """Train rows, and eval rows where the run evaluates. Raises `DatasetError` or `UsageError` naming the key."""
+    script, args = settings.script, settings.training
+    wants_eval = args.eval_strategy != "no" or args.do_eval
+    if settings.mixture.datasets:
+        if script.dataset_name:
+            raise UsageError("both `datasets` and `dataset_name` are set: leave one of them out")
+        name, splits = "datasets", trl.get_dataset(settings.mixture)
+    elif script.dataset_name:
+        name = script.dataset_name
+        splits = load_splits(
+            name, script.dataset_config, train_split=script.dataset_train_split, streaming=script.dataset_streaming
+        )
+    else:
+        raise UsageError("there is no dataset: set `dataset_name` to a file, a folder or a dataset on the Hub")
+    train = pick_split(splits, script.dataset_train_split, flag="dataset_train_split", name=name)
+    if not wants_eval:
+        return train, None
+    return train, pick_split(splits, script.dataset_test_split, flag="dataset_test_split", name=name)
+
+
+def find_checkpoint(args: Any) -> str | None:
+    """Where to go on from: `resume_from_checkpoint`, or else the last checkpoint in `output_dir`."""
+    asked = args.resume_from_checkpoint
+    if asked is not None and str(asked).lower() in ("false", "no", "none"):
+        return None
+    if asked is not None and str(asked).lower() not in ("true", "yes"):
+        if not os.path.isdir(asked):
+            raise UsageError(f"resume_from_checkpoint: there is no folder {asked}")
+        return asked
+    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    if last is None and asked is not None:
+        raise UsageError(f"resume_from_checkpoint: there is no checkpoint in {args.output_dir}")
+    return last
+
+
+def stop_at(trainer: Any) -> None:
+    """Let the saved model stop where it was trained to stop: add those tokens to its generation config."""
+    config, tokenizer = trainer.model.generation_config, trainer._tokenizer
+    if config is None:
+        return
+    stops = {tokenizer.eos_token_id}
+    rows = trainer.train_dataset
+    if isinstance(trainer, SFTTrainer) and hasattr(rows, "select") and "labels" in (rows.column_names or ()):
+        special = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
+        for labels in rows.select(range(min(len(rows), 100)))["labels"]:
+            last = next((label for label in reversed(labels) if label != IGNORE_INDEX), None)
+            stops |= {last} & special
+    had = config.eos_token_id
+    had = [] if had is None else [had] if isinstance(had, int) else list(had)
+    config.eos_token_id = had + sorted(stops - set(had) - {None})
+
+
+def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
+    """Train, save, evaluate, push: what a user finds in `output_dir` afterwards."""
+    args = trainer.args
+    teacher = getattr(args, "teacher_model_name_or_path", None)
+    if trainer.is_world_process_zero():
+        summary.show(summary.start_table(trainer, teacher, checkpoint))
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+
+    metrics = result.metrics
+    if hasattr(trainer.train_dataset, "__len__"):
+        metrics["train_samples"] = len(trainer.train_dataset)
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    trainer.model.config.use_cache = True  # off while training; the saved model generates with it
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        dataset_name = settings.script.dataset_name
+        trainer.create_model_card(dataset_name=None if dataset_name and os.path.exists(dataset_name) else dataset_name)
+    if trainer.eval_dataset is not None:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_world_process_zero():
+        logger.info("saved to %s", args.output_dir)

@@ -1,0 +1,73 @@
+"""The table that a run shows before it starts: what is trained, on what, for how long."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from .heads import causal_lm
+
+
+def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None) -> Table:
+    """A two-column table of a trainer that is about to start."""
+    args = trainer.args
+    table = Table(show_header=False, title=f"trl-opd: {type(trainer).__name__}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("model", describe_model(trainer.model))
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    table.add_row("precision", f"weights {dtypes(trainer.model)}, {precision or 'no'} autocast")
+    table.add_row("dropout", f"{trainer.dropout_turned_off} turned off" if trainer.dropout_turned_off else "as the model has it")
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None:
+        unwrapped = trainer.accelerator.unwrap_model(teacher)
+        table.add_row("teacher", f"{teacher_name or ''} {describe_model(unwrapped)}, {dtypes(unwrapped)}".strip())
+        table.add_row("divergence", f"{divergence_name(args.beta)} at temperature {args.temperature}")
+    for report in trainer.data_reports:
+        table.add_row("data", "\n".join(report.lines()))
+    table.add_row("steps", steps(trainer))
+    table.add_row("output", args.output_dir + (f", resumed from {resumed_from}" if resumed_from else ""))
+    return table
+
+
+def describe_model(model: nn.Module) -> str:
+    """Class and parameters, trainable of all."""
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = f", {trainable:,} trained ({trainable / total:.2%})" if trainable else ", frozen"
+    return f"{type(causal_lm(model)).__name__}, {total:,} parameters{share}"
+
+
+def dtypes(model: nn.Module) -> str:
+    """The dtypes of a model's parameters, most numbers first."""
+    counts: dict[str, int] = {}
+    for p in model.parameters():
+        name = str(p.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + p.numel()
+    return ", ".join(sorted(counts, key=lambda name: -counts[name]))
+
+
+def divergence_name(beta: float) -> str:
+    if beta == 0:
+        return "forward KL (beta 0)"
+    return "reverse KL (beta 1)" if beta == 1 else f"JSD (beta {beta})"
+
+
+def steps(trainer: Any) -> str:
+    """How many optimizer steps, and how many rows each."""
+    args, ranks = trainer.args, trainer.accelerator.num_processes
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    window = batch * accumulation * ranks
+    rows = f"{window:,} rows each ({batch} × {accumulation} accumulated × {ranks} processes)"
+    if args.max_steps > 0:
+        return f"{args.max_steps:,}, {rows}"
+    per_epoch = math.ceil(math.ceil(len(trainer.train_dataset) / (batch * ranks)) / accumulation)
+    return f"{math.ceil(args.num_train_epochs * per_epoch):,} ({args.num_train_epochs:g} epochs), {rows}"
+
+
+def show(table: Table) -> None:
+    Console(soft_wrap=False).print(table)
