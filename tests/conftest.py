@@ -1,4 +1,4 @@
-"""Tiny models and byte-level tokenizers, built offline. Tests never reach a hub and use one thread (see CONTRIBUTING)."""
+"""Tiny models and byte-level tokenizers, built offline. Tests never reach a hub and use one thread."""
 
 import os
 

@@ -76,7 +76,7 @@ def test_any_way_of_cutting_the_window_gives_the_same_gradient(tmp_path, batch, 
 
 def test_every_prompt_is_used_once_an_epoch(tmp_path):
     """7 prompts, batch 2, accumulation 2: two windows of 4, the last filled with one row that does not count."""
-    trainer, recorder = build(
+    trainer, _ = build(
         DistillationTrainer,
         DistillationConfig,
         tmp_path,
@@ -117,8 +117,12 @@ def test_order_does_not_depend_on_how_a_window_is_shared():
 
 
 def test_rollouts_are_in_eval_mode_seeded_and_leave_the_random_state(tmp_path):
-    lora = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    trainer, _ = build(DistillationTrainer, DistillationConfig, tmp_path, fixed=False, peft_config=lora, disable_dropout=False)
+    lora = LoraConfig(
+        r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    trainer, _ = build(
+        DistillationTrainer, DistillationConfig, tmp_path, fixed=False, peft_config=lora, disable_dropout=False
+    )
     rows = [{**trainer.train_dataset[i], "weight": 1} for i in range(4)]
     trainer.model.train()
     before = torch.get_rng_state()
@@ -141,7 +145,9 @@ def test_dataset_eval_is_the_plain_divergence_on_the_completions(tmp_path):
     for prompt, answer in answers_for(rows, tok).items():
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
-            log_p, log_q = (m(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1] for m in (qwen3(), qwen3(1, hidden=48)))
+            log_p, log_q = (
+                m(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1] for m in (qwen3(), qwen3(1, hidden=48))
+            )
         total += (log_p.exp() * (log_p - log_q)).sum().item()
         count += len(answer)
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(total / count, rel=1e-4)

@@ -47,7 +47,10 @@ def imports(path: Path):
     here = path.relative_to(PACKAGE).with_suffix("").parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((a.name.split(".")[0], a.name.split(".")[1] if a.name.startswith("trl_opd.") else None, []) for a in node.names)
+            yield from (
+                (a.name.split(".")[0], a.name.split(".")[1] if a.name.startswith("trl_opd.") else None, [])
+                for a in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
             if node.level:

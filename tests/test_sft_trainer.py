@@ -64,7 +64,7 @@ def test_an_all_masked_micro_batch_is_a_zero(tmp_path):
     )
     with pytest.raises(ValueError, match="1 of 2 rows of the train dataset cannot be trained"):
         gradients(SFTTrainer, SFTConfig, tmp_path, rows=rows)
-    step, log = gradients(SFTTrainer, SFTConfig, tmp_path, rows=rows, bad_rows="drop", per_device_train_batch_size=1)
+    _, log = gradients(SFTTrainer, SFTConfig, tmp_path, rows=rows, bad_rows="drop", per_device_train_batch_size=1)
     assert log["sft/num_tokens_per_step"] == 2
 
 
@@ -129,7 +129,9 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
 
 
 def test_trained_tokens_are_the_completions(tmp_path):
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}])
+    rows = Dataset.from_list(
+        [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}]
+    )
     tok = tokenizer()
     trainer = SFTTrainer(qwen3(), SFTConfig(str(tmp_path), **QUIET), train_dataset=rows, processing_class=tok)
     labels = [label for label in trainer.train_dataset[0]["labels"] if label != -100]

@@ -52,7 +52,15 @@ def test_the_rollout_seam_is_where_it_was():
 
 def test_attributes_that_trl_sets_and_we_read():
     source = inspect.getsource(trl.DistillationTrainer.__init__)
-    for name in ("_tokenizer", "eos_token_ids", "_metrics", "_step", "_buffered_inputs", "_forward_redirection", "_logs"):
+    for name in (
+        "_tokenizer",
+        "eos_token_ids",
+        "_metrics",
+        "_step",
+        "_buffered_inputs",
+        "_forward_redirection",
+        "_logs",
+    ):
         assert f"self.{name} =" in source, name
     source = inspect.getsource(trl.SFTTrainer.__init__)
     for name in ("_tokenizer", "_metrics", "_total_train_tokens", "aux_loss_enabled"):

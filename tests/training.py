@@ -35,7 +35,9 @@ def assert_same_gradients(ours, theirs, rtol: float, atol: float = 1e-7) -> None
     assert sum(g.abs().sum() for g in ours.values()) > 0
     for name, gradient in ours.items():
         scale = theirs[name].abs().max().item()
-        torch.testing.assert_close(gradient, theirs[name], rtol=rtol, atol=atol + rtol * scale, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            gradient, theirs[name], rtol=rtol, atol=atol + rtol * scale, msg=lambda m, n=name: n + m
+        )
 
 
 def text_rows(n: int = 4) -> Dataset:
@@ -58,6 +60,9 @@ def fixed_completions(trainer_class, answers: dict[tuple[int, ...], list[int]]):
 
 def answers_for(dataset: Dataset, tokenizer) -> dict[tuple[int, ...], list[int]]:
     return {
-        tuple(tokenizer(row["prompt"])["input_ids"]): [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        tuple(tokenizer(row["prompt"])["input_ids"]): [
+            *tokenizer(row["completion"])["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         for row in dataset
     }

@@ -76,7 +76,11 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
     That kernel repacks the weights at the first forward in eval mode and has no backward, so every training gradient
     after a rollout or an evaluation would be wrong.
     """
-    layers = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "Linear4bit" and type(module).__module__.startswith("bitsandbytes")
+    ]
     for layer in layers:
         if not hasattr(layer, "support_avx512bf16_for_cpu"):
             warnings.warn(

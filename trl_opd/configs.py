@@ -67,7 +67,7 @@ class SFTConfig(trl.SFTConfig):
         default="assistant",
         metadata={
             "help": "What conversations train: `assistant` (every assistant turn, or those of the completion), "
-            "`last_assistant`, or `all`. TRL's `completion_only_loss` and `assistant_only_loss` win where they are set.",
+            "`last_assistant`, or `all`. TRL's `completion_only_loss` and `assistant_only_loss` win where set.",
             "choices": list(TRAIN_ON),
         },
     )
@@ -104,7 +104,9 @@ class DistillationConfig(trl.DistillationConfig):
         _check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         _check_choice("eval_mode", self.eval_mode, EVAL_MODES)
         if self.temperature <= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be above 0. It acts on sampling and on the loss.")
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be above 0. It acts on sampling and on the loss."
+            )
         _resolve_precision(self)
         super().__post_init__()
 

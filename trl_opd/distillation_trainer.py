@@ -67,7 +67,9 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = upgrade_config(args, DistillationConfig, f"{name.split('/')[-1]}-Distillation")
         if tools:
-            raise ValueError("`tools` are not supported: a tool's output is not the student's to learn. Leave them out.")
+            raise ValueError(
+                "`tools` are not supported: a tool's output is not the student's to learn. Leave them out."
+            )
         teacher_model = teacher_model if teacher_model is not None else args.teacher_model_name_or_path
         if teacher_model is None:
             raise ValueError(
@@ -106,7 +108,6 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
             self.train_dataset = self._prepare_train(train_dataset)
         if eval_dataset is not None:
             self.eval_dataset = self._prepare_evals(eval_dataset)
-        self._window_sampler: WindowSampler | PromptStream | None = None
         self._empty_steps = 0
         self._eval_batches = 0
 
@@ -160,7 +161,9 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
                 f"`eval_mode: dataset` needs a completion in every row of the {name} dataset; its columns are "
                 f"{sorted(columns)}. Set `eval_mode: generate`, or add a column `completion`."
             )
-        what = "the completions of its rows" if mode == "dataset" else "completions the student samples from a fixed seed"
+        what = (
+            "the completions of its rows" if mode == "dataset" else "completions the student samples from a fixed seed"
+        )
         logger.info(f"{name}: the divergence is taken on {what} (eval_mode {mode})")
         policy = RowPolicy(bad_rows=self.args.bad_rows)
         prepare = prepare_sft if mode == "dataset" else prepare_prompts
@@ -196,13 +199,6 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return SequentialSampler(eval_dataset)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        # `Trainer` derives the epoch from `global_step`; its own `set_epoch` does not reach a sampler that skips and
-        # shards, so a resumed run would replay epoch 0
-        if self._window_sampler is not None:
-            self._window_sampler.set_epoch(kwargs["epoch"])
-        return super()._run_epoch(*args, **kwargs)
 
     # --- rollout ---------------------------------------------------------------------------------------------------
 
@@ -344,7 +340,9 @@ def _load_teacher(teacher: Any, args: DistillationConfig) -> torch.nn.Module:
     """A teacher given by name, loaded as TRL loads it, or the model itself."""
     if not isinstance(teacher, str):
         if args.teacher_model_init_kwargs:
-            raise ValueError("`teacher_model_init_kwargs` loads a teacher by name; the teacher given is a model already.")
+            raise ValueError(
+                "`teacher_model_init_kwargs` loads a teacher by name; the teacher given is a model already."
+            )
         return teacher
     kwargs = dict(args.teacher_model_init_kwargs or {})
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)

@@ -21,7 +21,7 @@ class Head:
     """A model's output projection. `plain` is false where its weights are not all there is to it (an adapter on it,
     a quantised layer, a trained copy), so that it must be called."""
 
-    module: nn.Module
+    module: Any
     transform: HeadTransform
     vocab_size: int
 
@@ -38,14 +38,15 @@ class Head:
     def parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight (V, H) and bias (V,), whole: a weight sharded as a DTensor is gathered once, here."""
         assert isinstance(self.module, nn.Linear), "only a plain head is read by its weights"
-        weight, bias = self.module.weight, self.module.bias
+        module: Any = self.module
+        weight, bias = module.weight, module.bias
         if isinstance(weight, torch.distributed.tensor.DTensor):
             weight = weight.full_tensor().to(dtype)
             bias = None if bias is None else bias.full_tensor()
         return weight, bias
 
 
-def causal_lm(model: nn.Module) -> Any:
+def causal_lm(model: Any) -> Any:
     """The transformers model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 

@@ -9,6 +9,7 @@ import torch
 import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 
 from . import heads
@@ -18,6 +19,7 @@ from .configs import SFTConfig
 from .data.collate import POSITIONS, CheckedCollator
 from .data.prepare import RowPolicy, prepare_sft
 from .data.report import DataReport
+from .data.sampler import LabelledRows, WindowSampler
 from .data.tokenize import Tokenization
 from .losses.reduce import global_mean
 from .masking import trained_positions
@@ -122,6 +124,28 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     def _reject_skip_prepare_without_labels(self, datasets: Any, data_collator: Any) -> None:
         super()._reject_skip_prepare_without_labels(datasets, getattr(data_collator, "inner", data_collator))
 
+    def get_train_dataloader(self) -> DataLoader:
+        """As `Trainer`'s, but every row once an epoch: what evens out the ranks has its labels masked."""
+        rows = self.train_dataset
+        own_order = self.args.train_sampling_strategy in ("random", "sequential")
+        if not (own_order and isinstance(rows, Dataset) and "labels" in rows.column_names):
+            self._window_sampler = None
+            return super().get_train_dataloader()
+        self._window_sampler = WindowSampler(
+            rows,
+            window=self._train_batch_size * self.accelerator.num_processes if self.accelerator.num_processes > 1 else 1,
+            repeats=1,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            shuffle=self.args.train_sampling_strategy == "random",
+        )
+        return self._get_dataloader(
+            dataset=LabelledRows(self._remove_unused_columns(rows, description="training")),
+            description="Training",
+            batch_size=self._train_batch_size,
+            sampler_fn=lambda _: self._window_sampler,
+            is_training=True,
+        )
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         """N: the trained tokens of every micro-batch of the step on every rank, whatever
         `average_tokens_across_devices` says."""
@@ -224,5 +248,8 @@ def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _num_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+    """Real tokens of the rows that count: a row that only evens out the ranks has no label."""
     mask = inputs.get("attention_mask")
-    return mask.sum() if mask is not None else torch.tensor(inputs["input_ids"].numel())
+    if mask is None:
+        return torch.tensor(inputs["input_ids"].numel())
+    return (mask * (inputs["labels"] != IGNORE_INDEX).any(1, keepdim=True)).sum()

@@ -21,7 +21,9 @@ def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None
     table.add_row("model", describe_model(trainer.model))
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     table.add_row("precision", f"weights {dtypes(trainer.model)}, {precision or 'no'} autocast")
-    table.add_row("dropout", f"{trainer.dropout_turned_off} turned off" if trainer.dropout_turned_off else "as the model has it")
+    table.add_row(
+        "dropout", f"{trainer.dropout_turned_off} turned off" if trainer.dropout_turned_off else "as the model has it"
+    )
     teacher = getattr(trainer, "teacher_model", None)
     if teacher is not None:
         unwrapped = trainer.accelerator.unwrap_model(teacher)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
+from .data.sampler import PromptStream, WindowSampler
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .types import TrainedPositions
@@ -20,12 +21,22 @@ class TokenLevelTrainer:
 
     # what the TRL trainer it is mixed into brings
     accelerator: Any
+    data_collator: Any
     model: Any
+    _buffered_inputs: Any
     _metrics: dict[str, Any]
 
     def _start_accounting(self) -> None:
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         self._eval_total = torch.zeros(2, dtype=torch.float64)  # loss sum and trained tokens of an evaluation
+        self._window_sampler: WindowSampler | PromptStream | None = None
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        # `Trainer` derives the epoch from `global_step`; its own `set_epoch` does not reach a sampler that skips and
+        # shards, so a resumed run would replay epoch 0
+        if self._window_sampler is not None:
+            self._window_sampler.set_epoch(kwargs["epoch"])
+        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def _mode(self) -> str:

@@ -29,7 +29,9 @@ def test_bad_rows_are_one_error_with_counts_and_the_first_five():
     with pytest.raises(ValueError) as error:
         prepare(rows)
     lines = str(error.value).splitlines()
-    assert lines[0].startswith("7 of 12 rows of the train dataset cannot be trained: 6 × empty (column `completion`); 1 ×")
+    assert lines[0].startswith(
+        "7 of 12 rows of the train dataset cannot be trained: 6 × empty (column `completion`); 1 ×"
+    )
     assert lines[1].startswith("  row 5, column `completion`: empty; found ''") and lines[6] == "  ... and 2 more"
     dataset, report = prepare(rows, bad_rows="drop")
     assert len(dataset) == 5 and sum(report.dropped.values()) == 7
@@ -49,7 +51,7 @@ def test_overflow_by_policy():
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_prompt_that_fills_max_length_never_enters_a_batch(packing):
     rows = [{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": "b"}]
-    with pytest.raises(ValueError, match="its prompt alone fills max_length|cannot be trained"):
+    with pytest.raises(ValueError, match=r"its prompt alone fills max_length|cannot be trained"):
         prepare(rows, max_length=10, overflow="cut")
     dataset, report = prepare(rows, max_length=10, overflow="cut", bad_rows="drop")
     assert len(dataset) == 1 and sum(report.dropped.values()) == 1
@@ -92,7 +94,7 @@ def test_datasets_by_name(tmp_path):
     assert {name: len(split) for name, split in splits.items()} == {"train": 5, "test": 2}
     load_dataset("json", data_files={"train": str(folder / "train.jsonl")}).save_to_disk(tmp_path / "saved")
     assert len(load_splits(str(tmp_path / "saved"), train_split="train")["train"]) == 5
-    with pytest.raises(ValueError, match="there is no file .*none.jsonl"):
+    with pytest.raises(ValueError, match=r"there is no file .*none.jsonl"):
         load_splits(str(tmp_path / "none.jsonl"), train_split="train")
     with pytest.raises(ValueError, match=r"dataset_test_split: x has no split 'dev'; it has 'train', 'test'"):
         pick_split(splits, "dev", flag="dataset_test_split", name="x")

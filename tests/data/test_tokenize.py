@@ -40,14 +40,18 @@ def test_an_empty_prompt_has_no_token_before_the_completion():
 
 
 def test_a_token_that_would_straddle_the_border_is_split_as_at_inference():
-    """"the ans" + "wer is four", with a vocabulary that has "answ" as one token."""
+    """ "the ans" + "wer is four", with a vocabulary that has "answ" as one token."""
     tok = tokenizer(merges=(("a", "n"), ("an", "s"), ("ans", "w")))
     assert tok.tokenize("the answer") == [*"the", "Ġ", "answ", *"er"]
-    assert trained({"prompt": "the ans", "completion": "wer is four"}, "prompt_completion", tok) == ["wer is four<|im_end|>"]
+    assert trained({"prompt": "the ans", "completion": "wer is four"}, "prompt_completion", tok) == [
+        "wer is four<|im_end|>"
+    ]
 
 
 def test_every_assistant_turn_is_trained_without_header_user_tool_or_newline():
-    row = chat(("system", "be brief"), ("user", "a"), ("assistant", "one"), ("tool", "x"), ("user", "b"), ("assistant", "two"))
+    row = chat(
+        ("system", "be brief"), ("user", "a"), ("assistant", "one"), ("tool", "x"), ("user", "b"), ("assistant", "two")
+    )
     assert trained(row, "messages") == ["one<|im_end|>", "two<|im_end|>"]
     assert trained(row, "messages", train_on="last_assistant") == ["two<|im_end|>"]
     everything = trained(row, "messages", train_on="all")
@@ -55,7 +59,10 @@ def test_every_assistant_turn_is_trained_without_header_user_tool_or_newline():
 
 
 def test_user_turns_inside_a_completion_are_not_trained():
-    row = {"prompt": [USER], "completion": chat(("assistant", "4"), ("user", "sure?"), ("assistant", "yes"))["messages"]}
+    row = {
+        "prompt": [USER],
+        "completion": chat(("assistant", "4"), ("user", "sure?"), ("assistant", "yes"))["messages"],
+    }
     assert trained(row, "prompt_completion_messages") == ["4<|im_end|>", "yes<|im_end|>"]
 
 
@@ -103,7 +110,15 @@ def family(name):
     tok = tokenizer(
         eos=FAMILIES[name][0],
         pad="<|endoftext|>",
-        special=("<|endoftext|>", FAMILIES[name][0], "<|start|>", "<|message|>", "<|channel|>", "<｜Assistant｜>", "<bos>"),
+        special=(
+            "<|endoftext|>",
+            FAMILIES[name][0],
+            "<|start|>",
+            "<|message|>",
+            "<|channel|>",
+            "<｜Assistant｜>",
+            "<bos>",
+        ),
     )
     tok.bos_token = "<bos>"
     tok.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()

@@ -128,7 +128,9 @@ def test_fp16_gradients_do_not_underflow_before_the_loss_scaler():
         x["weight"] *= 1e-3
     plain = grads(fused("cross_entropy", x, 1.0, 1.0).loss_sum / 4096, x)[0]
     scaled = grads(fused("cross_entropy", x, 1.0, 1.0).loss_sum * 65536.0 / 4096, x)[0].double() / 65536
-    exact = {k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in x.items()}
+    exact = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if v.is_floating_point() else v for k, v in x.items()
+    }
     expected = grads(naive("cross_entropy", exact, 1.0, 1.0) / 4096, exact)[0]
     assert (scaled - expected).norm() / expected.norm() < 5e-3
     assert (plain.double() - expected).norm() / expected.norm() > 1e-2  # what the scaler is there for
@@ -171,6 +173,8 @@ def test_module_path_equals_the_fused_one(objective, beta, tau):
 )
 def test_errors_name_what_is_wrong(change, message):
     x = make_inputs()
-    arguments = {k: x[k] for k in ("targets", "teacher_hidden", "teacher_weight")} | {"objective": "divergence"} | change
+    arguments = (
+        {k: x[k] for k in ("targets", "teacher_hidden", "teacher_weight")} | {"objective": "divergence"} | change
+    )
     with pytest.raises(ValueError, match=message):
         fused_linear_loss(arguments.pop("objective"), x["hidden"], x["weight"], **arguments)

@@ -100,7 +100,7 @@ def test_divergence_masks_by_labels_and_gives_the_teacher_no_gradient():
     loss.backward()
     assert int(n) == 3 and teacher.grad is None
     assert student.grad[labels == X].abs().sum() == 0
-    with pytest.raises(ValueError, match="beta is -0.1"):
+    with pytest.raises(ValueError, match=r"beta is -0\.1"):
         token_divergence(student, teacher, labels, beta=-0.1)
 
 

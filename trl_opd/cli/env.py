@@ -6,7 +6,18 @@ import argparse
 import platform
 from importlib import metadata
 
-PACKAGES = ("trl-opd", "trl", "transformers", "accelerate", "peft", "datasets", "torch", "deepspeed", "bitsandbytes", "vllm")
+PACKAGES = (
+    "trl-opd",
+    "trl",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "torch",
+    "deepspeed",
+    "bitsandbytes",
+    "vllm",
+)
 
 
 def main(argv: list[str]) -> int:

@@ -63,7 +63,7 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: 
 
 
 def pad_rollout(rollout: Rollout, indices: Sequence[int], pad_token_id: int, multiple_of: int | None) -> dict[str, Any]:
-    """Some rows of a rollout as one micro-batch, as `pad_rows` does: the completion is trained where its weight is 1."""
+    """Some rows of a rollout as one micro-batch, as `pad_rows` does: completions are trained where the weight is 1."""
     rows = []
     for i in indices:
         prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]

@@ -47,7 +47,8 @@ def dataset_kind(columns: Iterable[str], sample: Mapping[str, Any], *, text_fiel
         return "text"
     if "prompt" in columns:
         raise DatasetError(
-            f"The dataset has a column `prompt` but no `completion`; its columns are {columns}. SFT needs {SFT_FORMATS}."
+            f"The dataset has a column `prompt` but no `completion`; its columns are {columns}. SFT needs "
+            f"{SFT_FORMATS}."
         )
     raise DatasetError(f"The dataset's columns are {columns}; SFT needs {SFT_FORMATS} (`dataset_text_field` names it).")
 
@@ -59,7 +60,7 @@ def read_row(row: Mapping[str, Any], kind: str, *, text_field: str = "text") -> 
         import json
 
         tools = json.loads(tools)
-    extra = {"tools": tools, "template_kwargs": dict(row.get("chat_template_kwargs") or {})}
+    extra: dict[str, Any] = {"tools": tools, "template_kwargs": dict(row.get("chat_template_kwargs") or {})}
     if kind == "text":
         return Example(kind, completion=_text(row, text_field))
     if kind == "prompt":

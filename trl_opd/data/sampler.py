@@ -1,16 +1,18 @@
-"""The order of prompts: each once an epoch, whatever the number of processes, and the same after a resume."""
+"""The order of rows: each once an epoch, whatever the number of processes, and the same after a resume."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from ..types import IGNORE_INDEX
+
 
 class Slot(NamedTuple):
-    """One place in a generation window. `row` indexes the dataset; `weight` is 0 for a row that only fills the last
+    """One place in a window of rows. `row` indexes the dataset; `weight` is 0 for a row that only fills the last
     window; `first` is false for the repeats of a window, one a further micro-batch, which bring no row."""
 
     row: int
@@ -19,7 +21,8 @@ class Slot(NamedTuple):
 
 
 class WindowSampler(Sampler[Slot]):
-    """Windows of `window` prompts, each yielded `repeats` times: once to be written, then once a further micro-batch.
+    """Windows of `window` rows, each yielded `repeats` times: for a rollout once to be written, then once a further
+    micro-batch.
 
     The order of epoch e is the permutation seeded with `seed + e`, cut into windows; the last one is filled with the
     epoch's first rows at weight 0. Nothing else decides it, so it does not depend on how many processes share a
@@ -53,7 +56,7 @@ class WindowSampler(Sampler[Slot]):
 
 
 class PromptRows(Dataset):
-    """Rows looked up by `Slot`, with their weight. A repeat's slot brings `None`: its rows are already in the buffer."""
+    """Prompts looked up by `Slot`, with their weight. A repeat's slot brings `None`: its rows are in the buffer."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -63,6 +66,26 @@ class PromptRows(Dataset):
 
     def __getitem__(self, slot: Slot) -> dict[str, Any] | None:
         return {**self.rows[slot.row], "weight": slot.weight} if slot.first else None
+
+
+class LabelledRows(Dataset):
+    """Rows with `labels` looked up by `Slot`: a row of weight 0 has every label masked."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, slot: Slot) -> dict[str, Any]:
+        return self.__getitems__([slot])[0]
+
+    def __getitems__(self, slots: Sequence[Slot]) -> list[dict[str, Any]]:
+        rows = self.rows.__getitems__([slot.row for slot in slots])
+        return [
+            row if slot.weight else {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}
+            for row, slot in zip(rows, slots, strict=True)
+        ]
 
 
 class PromptStream(IterableDataset):
@@ -82,7 +105,9 @@ class PromptStream(IterableDataset):
                 yield from self._window(held)
                 held = []
         if held:
-            yield from self._window(held + [{**held[i % len(held)], "weight": 0} for i in range(self.window - len(held))])
+            yield from self._window(
+                held + [{**held[i % len(held)], "weight": 0} for i in range(self.window - len(held))]
+            )
 
     def _window(self, held: list[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
         yield from held

@@ -6,7 +6,6 @@ looked up by token id, so text that looks like a special token changes no label.
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Collection
 from typing import Any
@@ -52,7 +51,7 @@ def assistant_spans(
         content = messages[i]["content"].strip()
         if i:  # what the prompt of this turn already holds at inference
             asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs)
-            header = max(len(os.path.commonprefix([asked, text])), begin)
+            header = max(_common(asked, text), begin)
             at = _find_content(content, text, begin, header, end)
             start = _written_from(text, begin, header, at)
         else:  # no template renders a conversation of nothing
@@ -78,10 +77,10 @@ def _prefix_length(part: str, text: str, specials: list[str]) -> int:
     Two things may differ: an empty think block, and the special token at the very end (a `<|return|>` that becomes
     `<|end|>`, an eos after the last turn).
     """
-    common = len(os.path.commonprefix([part, text]))
+    common = _common(part, text)
     while block := _EMPTY_THINK.match(part, common):
         part = part[:common] + part[block.end() :]
-        common = len(os.path.commonprefix([part, text]))
+        common = _common(part, text)
     if common < len(part):  # not inside a special token: two of them may share their `<|`
         common = min(_token_start(string, common, specials) for string in (part, text))
     rest = part[common:]
@@ -91,6 +90,14 @@ def _prefix_length(part: str, text: str, specials: list[str]) -> int:
         lost = part[common:].strip()
         raise BadRow("the chat template rewrites an earlier turn once another follows", "messages", lost, _WAY_OUT)
     return common
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])
 
 
 def _token_start(text: str, position: int, specials: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -86,7 +87,7 @@ class Tokenization:
         return TokenizedRow(ids, labels)
 
     def _label(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
-        """Ids of `text` and labels on the tokens inside `spans`; text is cut at a border that a token would straddle."""
+        """Ids of `text` and labels on the tokens inside `spans`; cut at a border that a token would straddle."""
         borders = sorted({0, len(text), *(edge for span in spans for edge in span)})
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -97,7 +98,7 @@ class Tokenization:
                 self._check_spans(text, spans, labels)
                 return ids, labels
         ids, labels = [], []
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in pairwise(borders):
             piece = self.tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
             ids += piece
             labels += piece if (start, end) in spans else [IGNORE_INDEX] * len(piece)

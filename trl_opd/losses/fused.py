@@ -109,7 +109,10 @@ class _FusedHead(torch.autograd.Function):
                 if spec.objective == "cross_entropy":
                     value, gradient = _cross_entropy(log_p, targets[chunk], grad)
                 else:
-                    z_t = spec.teacher(_project(teacher_hidden[chunk].to(spec.teacher_dtype), teacher_head, teacher_bias, wide))
+                    assert teacher_head is not None, "a divergence has a teacher"
+                    z_t = spec.teacher(
+                        _project(teacher_hidden[chunk].to(spec.teacher_dtype), teacher_head, teacher_bias, wide)
+                    )
                     value, gradient = _divergence(log_p, log_probs(z_t, spec.temperature), spec.beta, grad)
                 per_token[chunk] = value
                 entropy[chunk] = -(log_p.exp() * log_p).sum(1)
@@ -188,7 +191,9 @@ def fused_linear_loss(
         if teacher_hidden is None or teacher_weight is None:
             raise ValueError("The objective divergence needs `teacher_hidden` and `teacher_weight`.")
         if weight.size(0) != teacher_weight.size(0) and weight.numel() and teacher_weight.numel():
-            raise ValueError(f"The heads have {weight.size(0)} and {teacher_weight.size(0)} ids; they must be the same.")
+            raise ValueError(
+                f"The heads have {weight.size(0)} and {teacher_weight.size(0)} ids; they must be the same."
+            )
         teacher_hidden = teacher_hidden.detach()
     else:
         raise ValueError(f"Unknown objective {objective!r}; it must be 'cross_entropy' or 'divergence'.")
@@ -244,7 +249,9 @@ def chunked_module_loss(
         with torch.no_grad():
             log_p = log_probs(logits, temperature)
             entropy = -(log_p.exp() * log_p).sum(1)
-            correct = logits.argmax(1) == targets[chunk] if targets is not None else entropy.new_zeros(len(entropy)).bool()
+            correct = (
+                logits.argmax(1) == targets[chunk] if targets is not None else entropy.new_zeros(len(entropy)).bool()
+            )
         return value, entropy, correct
 
     parts = [
