@@ -96,11 +96,26 @@ def test_qlora(start, tmp_path, job):
     assert code == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize("job", ["sft", "distill"])
+def test_a_streamed_dataset(start, tmp_path, job):
+    code, out, _ = start(job, dataset_streaming=True, gradient_accumulation_steps=2, max_steps=3)
+    assert code == 0 and "train: streamed, each row checked as it is read" in out
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    code, _, err = start(job, dataset_streaming=True, max_steps=-1)
+    assert code == 1 and "max_steps" in err
+
+
 def test_an_override_wins_over_the_recipe(folder, tmp_path, monkeypatch):
     (tmp_path / "r.yaml").write_text("learning_rate: 1e-4\noutput_dir: a\nlora_target_modules: [q_proj, v_proj]\n")
     settings = recipes.parse("sft", ["--config", str(tmp_path / "r.yaml"), "--learning_rate", "3e-4"])
     assert settings.training.learning_rate == 3e-4
     assert settings.model.lora_target_modules == ["q_proj", "v_proj"]
+
+
+def test_a_bare_no_in_yaml_is_a_strategy(tmp_path):
+    (tmp_path / "r.yaml").write_text("save_strategy: no\neval_strategy: no\noutput_dir: a\n")
+    settings = recipes.parse("sft", ["--config", str(tmp_path / "r.yaml")])
+    assert (settings.training.save_strategy, settings.training.eval_strategy) == ("no", "no")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ LAYERS = {
     "token_trainer": 3,
     "sft_trainer": 3,
     "distillation_trainer": 3,
+    "progress": 3,
     "summary": 3,
     "run": 3,
     "run_sft": 3,

@@ -73,6 +73,9 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
         unknown = [key for key in recipe if key not in known]
         if unknown:
             raise UsageError(_unknown([f"{recipe_path}: unknown key `{key}`" for key in unknown], unknown, known))
+        for key in ("eval_strategy", "save_strategy", "logging_strategy"):
+            if recipe.get(key) is False:  # YAML reads a bare `no` as false
+                recipe[key] = "no"
         parser.set_defaults_with_config(**recipe)
     rest = parser.parse_known_args(argv)[1]
     if rest:

@@ -15,7 +15,7 @@ import trl
 from accelerate import PartialState
 from transformers.trainer_utils import get_last_checkpoint
 
-from . import recipes, summary
+from . import progress, recipes, summary
 from ._trl import is_accelerator_there
 from .data.load import load_splits, pick_split
 from .data.rows import DatasetError
@@ -44,7 +44,8 @@ def main(job: str, argv: Sequence[str]) -> int:
     except _MENDABLE as error:
         if debug:
             traceback.print_exc()
-        print(f"trl-opd {job}: error: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
+            print(f"trl-opd {job}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     train(trainer, settings, checkpoint)
     return 0
@@ -110,6 +111,7 @@ def build(settings: Settings) -> tuple[Any, str | None]:
             **(args.teacher_model_init_kwargs or {}),
         }
         trainer = DistillationTrainer(**common)
+    progress.use_lines(trainer)
     stop_at(trainer)
     return trainer, checkpoint
 

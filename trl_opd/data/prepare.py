@@ -47,7 +47,7 @@ def prepare_sft(
     else:
         kind = dataset_kind(columns, sample, text_field=policy.text_field, prompts_only=False)
     step = _SFTStep(tokenization, policy, kind)
-    report = DataReport(name)
+    report = DataReport(name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed, remove_columns=columns).filter(_is_kept).remove_columns(_MARKS), report
     mapped = dataset.map(
@@ -69,7 +69,7 @@ def prepare_prompts(
     sample = _first(dataset, name)
     kind = dataset_kind(list(sample), sample, text_field=policy.text_field, prompts_only=True)
     step = _PromptStep(tokenization, policy, kind)
-    report = DataReport(name)
+    report = DataReport(name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed).filter(_is_kept).remove_columns(["problem", "reason"]), report
     mapped = dataset.map(step, with_indices=True, num_proc=num_proc, desc=f"Tokenizing {name} prompts")

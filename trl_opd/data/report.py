@@ -11,6 +11,7 @@ class DataReport:
     """Counts over one dataset. `rows` were read; `dropped` counts by reason; `cut` were shortened to `max_length`."""
 
     name: str
+    streamed: bool = False
     rows: int = 0
     kept: int = 0
     cut: int = 0
@@ -20,6 +21,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as a person reads it, one fact a line."""
+        if self.streamed:
+            return [f"{self.name}: streamed, each row checked as it is read"]
         share = f"{self.trained_tokens:,} of {self.tokens:,} tokens trained" if self.tokens else "prompts only"
         lines = [f"{self.name}: {self.rows:,} rows read, {self.kept:,} kept, {share}"]
         lines += [f"{self.name}: {n:,} rows dropped: {reason}" for reason, n in self.dropped.most_common()]

@@ -1,0 +1,60 @@
+"""What a run prints while it goes: one line a log, beside the bar. Everything else is in the trackers and in
+`trainer_state.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback
+
+_SHORT = {
+    "loss": "loss",
+    "eval_loss": "eval loss",
+    "grad_norm": "grad norm",
+    "learning_rate": "lr",
+    "entropy": "entropy",
+    "mean_token_accuracy": "accuracy",
+    "sft/num_tokens_per_step": "tokens/step",
+    "distill/num_tokens_per_step": "tokens/step",
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "clipped",
+    "step_time": "s/step",
+}
+_HIDDEN = ("epoch", "num_tokens", "total_flos", "completions/min_", "completions/max_", "completions/mean_terminated")
+
+
+def line(logs: dict[str, Any], step: int) -> str:
+    """A log as one line, the main names first; a name that we do not know is shown as it is."""
+    known = [(short, logs[name]) for name, short in _SHORT.items() if name in logs]
+    other = [(name, value) for name, value in logs.items() if name not in _SHORT and _is_worth_a_look(name, value)]
+    shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in known + other)
+    return f"step {step:>5}  " + "  ".join(shown)
+
+
+def _is_worth_a_look(name: str, value: Any) -> bool:
+    if name == "distill/empty_steps":
+        return bool(value)
+    return not name.removeprefix("eval_").startswith((*_HIDDEN, "runtime", "samples_per", "steps_per", "model_prep"))
+
+
+class ProgressLines(ProgressCallback):
+    """Transformers' bar with our lines."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs and "train_runtime" not in logs:
+            self.training_bar.write(line(logs, state.global_step))
+
+
+class PlainLines(PrinterCallback):
+    """The same lines without a bar, for `disable_tqdm`."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and "train_runtime" not in logs:
+            print(line(logs, state.global_step))
+
+
+def use_lines(trainer: Any) -> None:
+    """Put our lines in the place of transformers' printed dictionaries."""
+    for theirs, ours in ((ProgressCallback, ProgressLines), (PrinterCallback, PlainLines)):
+        if trainer.pop_callback(theirs) is not None:
+            trainer.add_callback(ours)
