@@ -96,6 +96,31 @@ def test_every_prompt_is_used_once_an_epoch(tmp_path):
     assert trainer.asked[:2] != trainer.asked[2:]  # another order in the second epoch
 
 
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, stop):
+    """Two steps an epoch; stopped in the first and in the second epoch, where order and rollouts must go on."""
+
+    class StopAt(Gradients):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == stop
+            control.should_save = control.should_training_stop
+
+    def run(resume=None, **callbacks):
+        same = {"n": 7, "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        trainer, _ = build(DistillationTrainer, DistillationConfig, tmp_path, fixed=False, **same)
+        for callback in callbacks.values():
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    straight = run().model.state_dict()
+    assert run(stopping=StopAt()).state.global_step == stop
+    resumed = run(resume=str(tmp_path / f"checkpoint-{stop}"))
+    assert resumed.state.global_step == 5
+    for name, weight in resumed.model.state_dict().items():
+        assert torch.equal(weight, straight[name]), name
+
+
 def test_a_filler_row_gives_no_gradient(tmp_path):
     """3 prompts in a window of 4 give the gradient of the 3 alone."""
     filled, _ = gradients(DistillationTrainer, DistillationConfig, tmp_path, n=3)
@@ -125,10 +150,11 @@ def test_rollouts_are_in_eval_mode_seeded_and_leave_the_random_state(tmp_path):
     )
     rows = [{**trainer.train_dataset[i], "weight": 1} for i in range(4)]
     trainer.model.train()
-    before = torch.get_rng_state()
+    before, modes, generate = torch.get_rng_state(), [], trainer._generate_single_turn
+    trainer._generate_single_turn = lambda *a: (modes.append(trainer.model.training), generate(*a))[1]
     first, again, other = (trainer._roll_out(rows, seed, 1)[0]["input_ids"] for seed in (7, 7, 8))
     assert torch.equal(first, again) and not (first.shape == other.shape and torch.equal(first, other))
-    assert trainer.model.training and torch.equal(before, torch.get_rng_state())
+    assert modes == [False] * 3 and trainer.model.training and torch.equal(before, torch.get_rng_state())
 
 
 def test_evaluating_twice_gives_one_value_in_both_modes(tmp_path):

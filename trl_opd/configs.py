@@ -35,6 +35,16 @@ def _bad_rows() -> Any:
     )
 
 
+def _system_prompt() -> Any:
+    return field(
+        default=None,
+        metadata={
+            "help": "A system message put before every conversation that has none. A text prompt then becomes one user "
+            "turn."
+        },
+    )
+
+
 def _disable_dropout() -> Any:
     return field(
         default=None,
@@ -71,6 +81,11 @@ class SFTConfig(trl.SFTConfig):
             "choices": list(TRAIN_ON),
         },
     )
+    train_empty_think: bool = field(
+        default=False,
+        metadata={"help": "Train the empty `<think></think>` that a chat template puts before an answer without one."},
+    )
+    system_prompt: str | None = _system_prompt()
     disable_dropout: bool | None = _disable_dropout()
 
     def __post_init__(self) -> None:
@@ -90,6 +105,11 @@ class DistillationConfig(trl.DistillationConfig):
 
     strict_masks: bool = _strict_masks()
     bad_rows: str = _bad_rows()
+    system_prompt: str | None = _system_prompt()
+    dataset_prompt_column: str | None = field(
+        default=None,
+        metadata={"help": "Column that holds the prompt, where it is not `prompt`. Its text becomes one user turn."},
+    )
     disable_dropout: bool | None = _disable_dropout()
     eval_mode: str = field(
         default="auto",

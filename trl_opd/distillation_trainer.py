@@ -26,8 +26,8 @@ from .checks.pair import check_not_the_same, check_token_ids, check_vocab_sizes
 from .configs import DistillationConfig
 from .data.collate import POSITIONS, pad_rollout, pad_rows
 from .data.prepare import RowPolicy, prepare_prompts, prepare_sft
-from .data.report import DataReport
-from .data.rows import DatasetError
+from .data.report import MaskReport
+from .data.rows import DatasetError, RowFormat
 from .data.sampler import PromptRows, PromptStream, WindowSampler
 from .data.tokenize import Tokenization
 from .losses.reduce import global_mean
@@ -103,7 +103,7 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
         self.dropout_turned_off = 0
         if args.disable_dropout is not False:
             self.dropout_turned_off = turn_off_dropout(self.model, adapters_too=True)
-        self.data_reports: list[DataReport] = []
+        self.data_reports: list[MaskReport] = []
         if train_dataset is not None:
             self.train_dataset = self._prepare_train(train_dataset)
         if eval_dataset is not None:
@@ -114,6 +114,7 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
     # --- teacher ---------------------------------------------------------------------------------------------------
 
     def _check_tokenizers(self, teacher: torch.nn.Module) -> None:
+        self.teacher_chat_template = None
         path = get_config_model_id(teacher.config)
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.args.trust_remote_code)
@@ -121,6 +122,7 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
             reason = str(error).splitlines()[0]
             logger.warning(f"The teacher's token ids were not compared with the student's: {reason}")
             return
+        self.teacher_chat_template = tokenizer.chat_template
         check_token_ids(self._tokenizer, tokenizer)
 
     def _prepare_teacher(self, teacher: torch.nn.Module) -> Any:
@@ -134,12 +136,15 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
     def _tokenization(self) -> Tokenization:
         return Tokenization(self._tokenizer, template_kwargs=self.chat_template_kwargs)
 
+    @property
+    def _row_policy(self) -> RowPolicy:
+        row_format = RowFormat(prompt_column=self.args.dataset_prompt_column, system_prompt=self.args.system_prompt)
+        return RowPolicy(bad_rows=self.args.bad_rows, format=row_format)
+
     def _prepare_train(self, dataset: Any) -> Any:
         with global_then_local_main_first():
-            dataset, report = prepare_prompts(
-                dataset, self._tokenization, RowPolicy(bad_rows=self.args.bad_rows), name="train"
-            )
-        self.data_reports.append(report)
+            dataset, report = prepare_prompts(dataset, self._tokenization, self._row_policy, name="train")
+        self._note_report(report)
         return dataset
 
     def _prepare_evals(self, datasets: Any) -> Any:
@@ -165,11 +170,10 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
             "the completions of its rows" if mode == "dataset" else "completions the student samples from a fixed seed"
         )
         logger.info(f"{name}: the divergence is taken on {what} (eval_mode {mode})")
-        policy = RowPolicy(bad_rows=self.args.bad_rows)
         prepare = prepare_sft if mode == "dataset" else prepare_prompts
         with global_then_local_main_first():
-            dataset, report = prepare(dataset, self._tokenization, policy, name=name)
-        self.data_reports.append(report)
+            dataset, report = prepare(dataset, self._tokenization, self._row_policy, name=name)
+        self._note_report(report)
         return dataset
 
     def get_train_dataloader(self) -> DataLoader:

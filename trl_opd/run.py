@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -17,31 +18,30 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from . import progress, recipes, summary
 from ._trl import is_accelerator_there
+from .checks.preflight import ERROR, WARNING, Finding, generation_stops, preflight, trained_stops
 from .data.load import load_splits, pick_split
 from .data.rows import DatasetError
-from .data.templates import special_tokens
 from .distillation_trainer import DistillationTrainer
 from .errors import UsageError
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
-from .types import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
 # what a user can mend; anything else is a bug, and its traceback is shown
-_MENDABLE = (UsageError, DatasetError, ValueError, TypeError, OSError, ImportError)
+MENDABLE = (UsageError, DatasetError, ValueError, TypeError, OSError, ImportError)
 
 
 def main(job: str, argv: Sequence[str]) -> int:
     """`trl-opd sft` and `trl-opd distill`. Returns the exit code: 0, 2 for a wrong command, 1 for the rest."""
-    argv, debug = _without_debug_flag(argv)
+    argv, debug = without_debug_flag(argv)
     # TRL's use of transformers is TRL's to update, not the user's
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         settings = recipes.parse(job, argv)
         set_up_logging(settings.training)
         trainer, checkpoint = build(settings)
-    except _MENDABLE as error:
+    except MENDABLE as error:
         if debug:
             traceback.print_exc()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
@@ -51,7 +51,7 @@ def main(job: str, argv: Sequence[str]) -> int:
     return 0
 
 
-def _without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
+def without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
     """`--debug` alone shows tracebacks; `--debug underflow_overflow` is transformers' own flag."""
     for i, flag in enumerate(argv):
         if flag == "--debug" and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
@@ -67,16 +67,18 @@ def run(job: str, argv: Sequence[str]) -> Any:
     return trainer
 
 
-def set_up_logging(args: Any) -> None:
+def set_up_logging(args: Any, level: int = logging.INFO) -> None:
     """Messages of the main process; the others only speak of warnings."""
     main_process = PartialState().is_local_main_process
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("trl_opd").setLevel(logging.INFO if main_process else logging.WARNING)
+    logging.getLogger("trl_opd").setLevel(level if main_process else max(level, logging.WARNING))
     transformers.utils.logging.set_verbosity(args.get_process_log_level())
 
 
-def build(settings: Settings) -> tuple[Any, str | None]:
-    """The trainer, ready to start, and the checkpoint to go on from. Everything that can be wrong is found here."""
+def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
+    """The trainer, ready to start, and the checkpoint to go on from. Everything that can be wrong is found here; what
+    preflight finds is left to the caller where `heed` is false.
+    """
     args, model_args = settings.training, settings.model
     if model_args.model_name_or_path is None:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
@@ -113,6 +115,8 @@ def build(settings: Settings) -> tuple[Any, str | None]:
         trainer = DistillationTrainer(**common)
     progress.use_lines(trainer)
     stop_at(trainer)
+    if heed:
+        stop_or_say(preflight(trainer))
     return trainer, checkpoint
 
 
@@ -168,19 +172,29 @@ def find_checkpoint(args: Any) -> str | None:
 
 def stop_at(trainer: Any) -> None:
     """Let the saved model stop where it was trained to stop: add those tokens to its generation config."""
-    config, tokenizer = trainer.model.generation_config, trainer._tokenizer
+    config = trainer.model.generation_config
     if config is None:
         return
-    stops = {tokenizer.eos_token_id}
-    rows = trainer.train_dataset
-    if isinstance(trainer, SFTTrainer) and hasattr(rows, "select") and "labels" in (rows.column_names or ()):
-        special = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
-        for labels in rows.select(range(min(len(rows), 100)))["labels"]:
-            last = next((label for label in reversed(labels) if label != IGNORE_INDEX), None)
-            stops |= {last} & special
-    had = config.eos_token_id
-    had = [] if had is None else [had] if isinstance(had, int) else list(had)
-    config.eos_token_id = had + sorted(stops - set(had) - {None})
+    had = generation_stops(trainer.model)
+    config.eos_token_id = sorted(had | trained_stops(trainer) | ({trainer._tokenizer.eos_token_id} - {None}))
+
+
+def stop_or_say(findings: list[Finding]) -> None:
+    """Stop for what cannot work, and say what may not. Raises `ValueError`."""
+    for finding in findings:
+        if finding.level == ERROR:
+            raise ValueError(f"{finding.name}: {finding.message}. {finding.fix[:1].upper()}{finding.fix[1:]}.")
+        if finding.level == WARNING and not finding.name.endswith(" rows"):  # the trainer has said those
+            logger.warning("%s: %s. %s", finding.name, finding.message, finding.fix)
+
+
+def write_mask_report(trainer: Any) -> None:
+    """`mask_report.json` in `output_dir`: what happened to the rows of every dataset."""
+    os.makedirs(trainer.args.output_dir, exist_ok=True)
+    path = os.path.join(trainer.args.output_dir, "mask_report.json")
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump({report.name: report.as_dict() for report in trainer.data_reports}, file, indent=2)
+    os.replace(path + ".part", path)
 
 
 def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
@@ -189,6 +203,8 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
     teacher = getattr(args, "teacher_model_name_or_path", None)
     if trainer.is_world_process_zero():
         summary.show(summary.start_table(trainer, teacher, checkpoint))
+        summary.show_samples(trainer, 2)
+        write_mask_report(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint)
 
     metrics = result.metrics

@@ -18,7 +18,8 @@ from .checks.dropout import turn_off_dropout
 from .configs import SFTConfig
 from .data.collate import POSITIONS, CheckedCollator
 from .data.prepare import RowPolicy, prepare_sft
-from .data.report import DataReport
+from .data.report import MaskReport
+from .data.rows import RowFormat
 from .data.sampler import LabelledRows, WindowSampler
 from .data.tokenize import Tokenization
 from .losses.reduce import global_mean
@@ -60,7 +61,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         self._train_on = _train_on(args)
         # our masks need no {% generation %} in the template, and TRL refuses templates without it
         assistant_only, args.assistant_only_loss = args.assistant_only_loss, False
-        self.data_reports: list[DataReport] = []
+        self.data_reports: list[MaskReport] = []
         super().__init__(
             model=model,
             args=args,
@@ -107,12 +108,17 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         with global_then_local_main_first():
             dataset, report = prepare_sft(
                 dataset,
-                Tokenization(processing_class, self._train_on),
-                RowPolicy(args.max_length, args.bad_rows, args.overflow, text_field),
+                Tokenization(processing_class, self._train_on, args.train_empty_think),
+                RowPolicy(
+                    args.max_length,
+                    args.bad_rows,
+                    args.overflow,
+                    RowFormat(text_field, system_prompt=args.system_prompt),
+                ),
                 name=dataset_name,
                 num_proc=args.dataset_num_proc,
             )
-            self.data_reports.append(report)
+            self._note_report(report)
             if packing:
                 if args.max_length is None:
                     raise ValueError("`packing: true` needs `max_length`: the length that rows are packed to.")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
+from .checks.samples import as_terminal, pieces, visible
 from .heads import causal_lm
 
 
@@ -65,11 +68,35 @@ def steps(trainer: Any) -> str:
     batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     window = batch * accumulation * ranks
     rows = f"{window:,} rows each ({batch} × {accumulation} accumulated × {ranks} processes)"
+    epochs = "" if args.max_steps > 0 else f" ({args.num_train_epochs:g} epochs)"
+    return f"{total_steps(trainer):,}{epochs}, {rows}"
+
+
+def total_steps(trainer: Any) -> int:
+    """Optimizer steps of the whole run."""
+    args = trainer.args
     if args.max_steps > 0:
-        return f"{args.max_steps:,}, {rows}"
-    per_epoch = math.ceil(math.ceil(len(trainer.train_dataset) / (batch * ranks)) / accumulation)
-    return f"{math.ceil(args.num_train_epochs * per_epoch):,} ({args.num_train_epochs:g} epochs), {rows}"
+        return args.max_steps
+    batch = args.per_device_train_batch_size * trainer.accelerator.num_processes
+    per_epoch = math.ceil(math.ceil(len(trainer.train_dataset) / batch) / args.gradient_accumulation_steps)
+    return math.ceil(args.num_train_epochs * per_epoch)
+
+
+def plain(text: str) -> Text:
+    """Text that rich prints as it is: no markup, nothing a terminal would act on."""
+    return Text(visible(text))
 
 
 def show(table: Table) -> None:
     Console(soft_wrap=False).print(table)
+
+
+def show_samples(trainer: Any, n: int) -> None:
+    """The first `n` training rows, with what is trained marked."""
+    rows = trainer.train_dataset
+    if not isinstance(rows, Dataset) or "labels" not in rows.column_names or n <= 0:
+        return
+    console = Console()
+    for i, row in enumerate(rows.select(range(min(n, len(rows))))):
+        console.print(f"row {i}, trained text between ⟦ and ⟧:", style="bold")
+        console.print(as_terminal(pieces(trainer._tokenizer, row["input_ids"], row["labels"])))

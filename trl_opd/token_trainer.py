@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
 from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
+from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .types import TrainedPositions
+
+logger = get_logger(__name__)
 
 gather_heads = maybe_gather_lm_head_ctx  # makes a head that ZeRO-3 has sharded whole, inside the fused pass
 
@@ -24,12 +28,19 @@ class TokenLevelTrainer:
     data_collator: Any
     model: Any
     _buffered_inputs: Any
+    data_reports: list[MaskReport]
     _metrics: dict[str, Any]
 
     def _start_accounting(self) -> None:
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         self._eval_total = torch.zeros(2, dtype=torch.float64)  # loss sum and trained tokens of an evaluation
         self._window_sampler: WindowSampler | PromptStream | None = None
+
+    def _note_report(self, report: MaskReport) -> None:
+        """Keep a dataset's report, and say at once what was not used as it came."""
+        self.data_reports.append(report)
+        for line in report.warnings():
+            logger.warning(line)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         # `Trainer` derives the epoch from `global_step`; its own `set_epoch` does not reach a sampler that skips and

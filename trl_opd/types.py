@@ -69,10 +69,17 @@ class Example:
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """`input_ids` (T,) and `labels` (T,), equal where the token is trained and -100 elsewhere."""
+    """`input_ids` (T,) and `labels` (T,), equal where the token is trained and -100 elsewhere.
+
+    `stopped`: what is trained ends with a stop token. `normalized`: the chat template changed whitespace in it. `rule`
+    says how the trained spans were found.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    stopped: bool = True
+    normalized: bool = False
+    rule: str = ""
 
 
 @dataclass(frozen=True)

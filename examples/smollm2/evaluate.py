@@ -64,7 +64,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 def generate(model: Any, tokenizer: Any, prompts: list[list[dict[str, str]]], max_new_tokens: int) -> list[str]:
     """Return the stripped greedy completion of each chat prompt.
 
-    The chat template renders the prompts, with its default system message and the opening of the assistant's turn:
+    The chat template renders the prompts, with their system message and the opening of the assistant's turn:
     the same text that the trainers build.
     """
     import torch

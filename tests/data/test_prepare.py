@@ -21,7 +21,10 @@ def test_rows_become_ids_and_labels_and_are_counted():
     dataset, report = prepare(ROWS)
     assert dataset.column_names == ["input_ids", "labels"]
     assert (report.rows, report.kept, report.tokens, report.trained_tokens) == (5, 5, 76, 66)
-    assert report.lines() == ["train: 5 rows read, 5 kept, 66 of 76 tokens trained"]
+    assert report.lines() == [
+        "train: 5 rows read, 5 kept, 66 of 76 tokens trained (86.8%)",
+        "train: tokens a row: 0% 4, 50% 6, 90% 53, 99% 53, 100% 53",
+    ]
 
 
 def test_bad_rows_are_one_error_with_counts_and_the_first_five():

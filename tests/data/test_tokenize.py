@@ -181,7 +181,7 @@ def test_bad_rows_name_the_column_and_what_was_found(row, kind, message):
 
 
 def test_kinds_are_told_from_columns_and_the_first_row():
-    kind = lambda row, only=False: dataset_kind(row, row, text_field="text", prompts_only=only)  # noqa: E731
+    kind = lambda row, only=False: dataset_kind(row, row, prompts_only=only)  # noqa: E731
     assert kind({"prompt": "a", "completion": "b"}) == "prompt_completion"
     assert kind({"prompt": [USER], "completion": []}) == "prompt_completion_messages"
     assert kind({"messages": []}) == "messages" and kind({"text": "a"}) == "text"

@@ -9,6 +9,7 @@ import sys
 COMMANDS = {
     "sft": "supervised fine-tuning, on teacher rollouts or any other rows",
     "distill": "on-policy distillation: the student writes, the teacher grades every token",
+    "check": "look at a recipe, its rows and masks, up to the first loss, without training",
     "demo": "both jobs on a tiny model built from scratch: offline, no GPU, a few minutes",
     "env": "the versions and devices that a bug report needs",
 }

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..types import IGNORE_INDEX
-from .report import DataReport
-from .rows import BadRow, DatasetError, dataset_kind, read_prompt, read_row
+from ..types import IGNORE_INDEX, TokenizedRow
+from .report import MaskReport, quantiles
+from .rows import BadRow, DatasetError, RowFormat, dataset_kind, read_prompt, read_row
 from .tokenize import Tokenization
 
 BAD_ROWS = ("error", "drop")
 OVERFLOW = ("error", "drop", "cut")
+TOO_LONG = "longer than max_length"
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """What to do with rows that cannot be trained (`bad_rows`) and with rows longer than `max_length` (`overflow`)."""
+    """What to do with rows that cannot be trained (`bad_rows`) and with rows longer than `max_length` (`overflow`),
+    and how rows are read: `RowFormat`."""
 
     max_length: int | None = None
     bad_rows: str = "error"
     overflow: str = "error"
-    text_field: str = "text"
+    format: RowFormat = field(default_factory=RowFormat)
 
 
 def prepare_sft(
@@ -36,52 +37,59 @@ def prepare_sft(
     *,
     name: str,
     num_proc: int | None = None,
-) -> tuple[Dataset | IterableDataset, DataReport]:
+) -> tuple[Dataset | IterableDataset, MaskReport]:
     """Rows -> `input_ids` and `labels`. Raises one `DatasetError` for the whole set, with counts by reason and the
     first five rows, where a policy says `error`. A streaming dataset is checked row by row as it is read.
     """
     sample = _first(dataset, name)
     columns = list(sample)
-    if "input_ids" in columns:
-        kind = "tokenized"
-    else:
-        kind = dataset_kind(columns, sample, text_field=policy.text_field, prompts_only=False)
+    tokenized = "input_ids" in columns
+    kind = "tokenized" if tokenized else dataset_kind(columns, sample, policy.format, prompts_only=False)
     step = _SFTStep(tokenization, policy, kind)
-    report = DataReport(name, streamed=isinstance(dataset, IterableDataset))
+    report = MaskReport(
+        name,
+        streamed=isinstance(dataset, IterableDataset),
+        template=tokenization.template_name if kind.endswith("messages") else "",
+        train_on="labels of the dataset" if tokenized else tokenization.train_on,
+    )
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed, remove_columns=columns).filter(_is_kept).remove_columns(_MARKS), report
     mapped = dataset.map(
         step, with_indices=True, remove_columns=columns, num_proc=num_proc, desc=f"Tokenizing {name} dataset"
     )
-    _settle(mapped, policy, report)
-    report.cut = sum(mapped["cut"])
-    kept = mapped.filter(_is_kept, num_proc=num_proc, desc=f"Checking {name} dataset") if report.dropped else mapped
-    report.kept, report.tokens, report.trained_tokens = len(kept), sum(kept["length"]), sum(kept["trained"])
-    if not report.kept:
+    marks = {mark: mapped.data.column(mark).to_pylist() for mark in _MARKS}
+    _settle(marks, policy, report)
+    good = [i for i, reason in enumerate(marks["reason"]) if not reason]
+    _count(marks, good, report)
+    if not good:
         raise DatasetError(f"No row of the {name} dataset is left to train.\n" + "\n".join(report.lines()))
-    return kept.remove_columns(_MARKS), report
+    kept = mapped.remove_columns(_MARKS)
+    return kept if len(good) == len(mapped) else kept.select(good), report
 
 
 def prepare_prompts(
     dataset: Dataset, tokenization: Tokenization, policy: RowPolicy, *, name: str, num_proc: int | None = None
-) -> tuple[Dataset, DataReport]:
+) -> tuple[Dataset, MaskReport]:
     """Rows -> `prompt_ids`, other columns kept. Errors as in `prepare_sft`."""
     sample = _first(dataset, name)
-    kind = dataset_kind(list(sample), sample, text_field=policy.text_field, prompts_only=True)
+    kind = dataset_kind(list(sample), sample, policy.format, prompts_only=True)
     step = _PromptStep(tokenization, policy, kind)
-    report = DataReport(name, streamed=isinstance(dataset, IterableDataset))
+    report = MaskReport(name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
-        return dataset.map(step.streamed).filter(_is_kept).remove_columns(["problem", "reason"]), report
+        return dataset.map(step.streamed).filter(_is_kept).remove_columns(_PROMPT_MARKS), report
     mapped = dataset.map(step, with_indices=True, num_proc=num_proc, desc=f"Tokenizing {name} prompts")
-    _settle(mapped, policy, report)
-    kept = mapped.filter(_is_kept, num_proc=num_proc) if report.dropped else mapped
-    report.kept = len(kept)
-    if not report.kept:
+    marks = {mark: mapped.data.column(mark).to_pylist() for mark in _PROMPT_MARKS}
+    _settle(marks, policy, report)
+    good = [i for i, reason in enumerate(marks["reason"]) if not reason]
+    report.kept, report.lengths = len(good), quantiles([marks["length"][i] for i in good])
+    if not good:
         raise DatasetError(f"No prompt of the {name} dataset is left.\n" + "\n".join(report.lines()))
-    return kept.remove_columns(["problem", "reason"]), report
+    kept = mapped.remove_columns(_PROMPT_MARKS)
+    return kept if len(good) == len(mapped) else kept.select(good), report
 
 
-_MARKS = ["problem", "reason", "cut", "length", "trained"]
+_PROMPT_MARKS = ["problem", "reason", "length"]
+_MARKS = [*_PROMPT_MARKS, "cut", "trained", "stopped", "normalized", "rule"]
 
 
 @dataclass(frozen=True)
@@ -92,35 +100,34 @@ class _SFTStep:
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            ids, labels = self._tokenize(row)
-            return self._fit(ids, labels)
+            return self._fit(self._tokenize(row))
         except BadRow as bad:
-            return _marked([], [], f"row {index}, {bad}", bad.reason)
+            return _marked(TokenizedRow([], []), f"row {index}, {bad}", bad.reason)
 
     def streamed(self, row: dict[str, Any]) -> dict[str, Any]:
         result = self(row, -1)
-        policy = self.policy.overflow if result["reason"].startswith("longer") else self.policy.bad_rows
+        policy = self.policy.overflow if result["reason"] == TOO_LONG else self.policy.bad_rows
         if result["reason"] and policy == "error":
             raise DatasetError(f"A row of the stream cannot be trained: {result['problem'].removeprefix('row -1, ')}")
         return result
 
-    def _tokenize(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    def _tokenize(self, row: dict[str, Any]) -> TokenizedRow:
         if self.kind == "tokenized":
             return _pre_tokenized(row)
-        tokenized = self.tokenization.row(read_row(row, self.kind, text_field=self.policy.text_field))
-        return tokenized.input_ids, tokenized.labels
+        return self.tokenization.row(read_row(row, self.kind, self.policy.format))
 
-    def _fit(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
-        limit = self.policy.max_length
-        if limit is None or len(ids) <= limit:
+    def _fit(self, row: TokenizedRow) -> dict[str, Any]:
+        limit, labels = self.policy.max_length, row.labels
+        if limit is None or len(labels) <= limit:
             if all(label == IGNORE_INDEX for label in labels):
                 raise BadRow("no token of it is trained", "labels", labels[:8], f"a label that is not {IGNORE_INDEX}")
-            return _marked(ids, labels)
+            return _marked(row)
         if self.policy.overflow != "cut":
-            return _marked(ids, labels, f"{len(ids)} tokens", "longer than max_length")
+            return _marked(row, f"{len(labels)} tokens", TOO_LONG)
         if all(label == IGNORE_INDEX for label in labels[:limit]):
-            return _marked([], [], f"{len(ids)} tokens", "its prompt alone fills max_length")
-        return _marked(ids[:limit], labels[:limit], cut=True)
+            return _marked(TokenizedRow([], []), f"{len(labels)} tokens", "its prompt alone fills max_length")
+        cut = replace(row, input_ids=row.input_ids[:limit], labels=labels[:limit], stopped=False)
+        return _marked(cut, cut=True)
 
 
 @dataclass(frozen=True)
@@ -131,10 +138,10 @@ class _PromptStep:
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            ids = self.tokenization.prompt(read_prompt(row, self.kind))
-            return {"prompt_ids": ids, "problem": "", "reason": ""}
+            ids = self.tokenization.prompt(read_prompt(row, self.kind, self.policy.format))
+            return {"prompt_ids": ids, "problem": "", "reason": "", "length": len(ids)}
         except BadRow as bad:
-            return {"prompt_ids": [], "problem": f"row {index}, {bad}", "reason": bad.reason}
+            return {"prompt_ids": [], "problem": f"row {index}, {bad}", "reason": bad.reason, "length": 0}
 
     def streamed(self, row: dict[str, Any]) -> dict[str, Any]:
         result = self(row, -1)
@@ -143,7 +150,7 @@ class _PromptStep:
         return result
 
 
-def _pre_tokenized(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _pre_tokenized(row: dict[str, Any]) -> TokenizedRow:
     """Rows that bring `input_ids`, with `labels` or the masks of older TRL versions, or all tokens trained."""
     ids = row["input_ids"]
     if row.get("labels") is not None:
@@ -155,21 +162,21 @@ def _pre_tokenized(row: dict[str, Any]) -> tuple[list[int], list[int]]:
         raise BadRow("not as long as `input_ids`", "labels", len(labels), f"{len(ids)} labels")
     if labels:
         labels[0] = IGNORE_INDEX  # nothing predicts it
-    return ids, labels
+    return TokenizedRow(ids, labels)
 
 
-def _marked(
-    ids: list[int], labels: list[int], problem: str = "", reason: str = "", cut: bool = False
-) -> dict[str, Any]:
-    trained = sum(label != IGNORE_INDEX for label in labels)
+def _marked(row: TokenizedRow, problem: str = "", reason: str = "", cut: bool = False) -> dict[str, Any]:
     return {
-        "input_ids": ids,
-        "labels": labels,
+        "input_ids": row.input_ids,
+        "labels": row.labels,
         "problem": problem,
         "reason": reason,
+        "length": len(row.input_ids),
         "cut": cut,
-        "length": len(ids),
-        "trained": trained,
+        "trained": len(row.labels) - row.labels.count(IGNORE_INDEX),
+        "stopped": row.stopped,
+        "normalized": row.normalized,
+        "rule": row.rule,
     }
 
 
@@ -177,35 +184,43 @@ def _is_kept(row: dict[str, Any]) -> bool:
     return not row["reason"]
 
 
-def _settle(mapped: Dataset, policy: RowPolicy, report: DataReport) -> None:
+def _count(marks: dict[str, list], good: list[int], report: MaskReport) -> None:
+    """Fill in what is counted over the rows that are kept."""
+    kept = {mark: [values[i] for i in good] for mark, values in marks.items()}
+    report.kept = len(good)
+    report.tokens, report.trained_tokens = sum(kept["length"]), sum(kept["trained"])
+    report.cut, report.normalized = sum(kept["cut"]), sum(kept["normalized"])
+    report.without_stop = kept["stopped"].count(False)
+    report.rules = Counter(rule for rule in kept["rule"] if rule)
+    report.lengths = quantiles(kept["length"])
+
+
+def _settle(marks: dict[str, list], policy: RowPolicy, report: MaskReport) -> None:
     """Count the rows that have a problem and raise once for all of them where their policy is `error`."""
-    report.rows = len(mapped)
-    reasons = mapped["reason"]
+    reasons = marks["reason"]
+    report.rows = len(reasons)
     report.dropped = Counter(reason for reason in reasons if reason)
-    too_long = [i for i, reason in enumerate(reasons) if reason == "longer than max_length"]
-    bad = [i for i, reason in enumerate(reasons) if reason and reason != "longer than max_length"]
+    too_long = [i for i, reason in enumerate(reasons) if reason == TOO_LONG]
+    bad = [i for i, reason in enumerate(reasons) if reason and reason != TOO_LONG]
     if bad and policy.bad_rows == "error":
-        counts = "; ".join(f"{n:,} × {r}" for r, n in report.dropped.most_common() if r != "longer than max_length")
-        shown = "\n".join(f"  {problem}" for problem in _problems(mapped, bad))
+        counts = "; ".join(f"{n:,} × {r}" for r, n in report.dropped.most_common() if r != TOO_LONG)
+        shown = [f"  {marks['problem'][i]}" for i in bad[:_SHOWN]]
+        if len(bad) > _SHOWN:
+            shown.append(f"  ... and {len(bad) - _SHOWN:,} more")
         raise DatasetError(
-            f"{len(bad):,} of {len(mapped):,} rows of the {report.name} dataset cannot be trained: {counts}.\n"
-            f"{shown}\nMend them, or set `bad_rows: drop` to leave them out (they are counted)."
+            f"{len(bad):,} of {len(reasons):,} rows of the {report.name} dataset cannot be trained: {counts}.\n"
+            + "\n".join(shown)
+            + "\nMend them, or set `bad_rows: drop` to leave them out (they are counted)."
         )
     if too_long and policy.overflow == "error":
-        lengths = sorted(mapped["length"])
-        at = {q: lengths[min(int(q / 100 * len(lengths)), len(lengths) - 1)] for q in (50, 90, 99)}
+        lengths = quantiles(marks["length"])
+        longest = lengths["100%"]
         raise DatasetError(
-            f"{len(too_long):,} of {len(mapped):,} rows of the {report.name} dataset are longer than "
-            f"`max_length: {policy.max_length}` tokens (median {at[50]}, 90% {at[90]}, 99% {at[99]}, longest "
-            f"{lengths[-1]}; first row {too_long[0]}). Set `max_length: {lengths[-1]}`, or `overflow: drop` to leave "
-            "them out, or `overflow: cut` to train their beginning without a stop token."
+            f"{len(too_long):,} of {len(reasons):,} rows of the {report.name} dataset are longer than "
+            f"`max_length: {policy.max_length}` tokens (median {lengths['50%']}, 90% {lengths['90%']}, 99% "
+            f"{lengths['99%']}, longest {longest}; first row {too_long[0]}). Set `max_length: {longest}`, or "
+            "`overflow: drop` to leave them out, or `overflow: cut` to train their beginning without a stop token."
         )
-
-
-def _problems(mapped: Dataset, indices: list[int]) -> Iterator[str]:
-    yield from (mapped[i]["problem"] for i in indices[:_SHOWN])
-    if len(indices) > _SHOWN:
-        yield f"... and {len(indices) - _SHOWN:,} more"
 
 
 def _first(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:

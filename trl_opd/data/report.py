@@ -3,29 +3,66 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+QUANTILES = (0, 50, 90, 99, 100)
+
+
+def quantiles(values: Sequence[int]) -> dict[str, int]:
+    """The values at 0, 50, 90, 99 and 100 percent, each one that occurs (nearest rank)."""
+    ordered = sorted(values)
+    return {f"{q}%": ordered[max(-(-q * len(ordered) // 100) - 1, 0)] for q in QUANTILES} if ordered else {}
 
 
 @dataclass
-class DataReport:
-    """Counts over one dataset. `rows` were read; `dropped` counts by reason; `cut` were shortened to `max_length`."""
+class MaskReport:
+    """Counts over one dataset.
+
+    `rows` were read, `kept` are used; `dropped` counts by reason. Of the kept: `cut` were shortened to `max_length`,
+    `without_stop` end what they train without a stop token, `normalized` had whitespace changed by the template.
+    `lengths` are quantiles in tokens; `rules` counts how trained spans were found.
+    """
 
     name: str
     streamed: bool = False
     rows: int = 0
     kept: int = 0
-    cut: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    cut: int = 0
+    without_stop: int = 0
+    normalized: int = 0
+    template: str = ""
+    train_on: str = ""
     dropped: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
+    lengths: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The report as a person reads it, one fact a line."""
         if self.streamed:
             return [f"{self.name}: streamed, each row checked as it is read"]
         share = f"{self.trained_tokens:,} of {self.tokens:,} tokens trained" if self.tokens else "prompts only"
+        if self.tokens:
+            share += f" ({self.trained_tokens / self.tokens:.1%})"
         lines = [f"{self.name}: {self.rows:,} rows read, {self.kept:,} kept, {share}"]
-        lines += [f"{self.name}: {n:,} rows dropped: {reason}" for reason, n in self.dropped.most_common()]
-        if self.cut:
-            lines.append(f"{self.name}: {self.cut:,} rows cut at max_length, so they end without a stop token")
-        return lines
+        if self.lengths:
+            lines.append(f"{self.name}: tokens a row: " + ", ".join(f"{q} {n:,}" for q, n in self.lengths.items()))
+        return lines + self.warnings()
+
+    def warnings(self) -> list[str]:
+        """What was not used as it came, one line each."""
+        counts = [(n, f"dropped: {reason}") for reason, n in self.dropped.most_common()]
+        counts += [
+            (self.cut, "cut at max_length: they end without a stop token"),
+            (self.without_stop - self.cut, "without a stop token: the template or tokenizer has none to train"),
+            (self.normalized, "with whitespace changed by the chat template in what is trained"),
+        ]
+        return [f"{self.name}: {n:,} rows {what}" for n, what in counts if n > 0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as `mask_report.json` holds it."""
+        share = self.trained_tokens / self.tokens if self.tokens else None
+        return {**self.__dict__, "dropped": dict(self.dropped), "rules": dict(self.rules), "trained_share": share}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..types import Example, Message
@@ -26,20 +27,43 @@ class DatasetError(ValueError):
     """What is wrong with a dataset as a whole."""
 
 
-def dataset_kind(columns: Iterable[str], sample: Mapping[str, Any], *, text_field: str, prompts_only: bool) -> str:
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows are read. `prompt_column` (open-r1's `dataset_prompt_column`) names the column of the prompt, whose text
+    is then one user turn; `system_prompt` goes before conversations that have none, and makes text prompts a user turn.
+    """
+
+    text_field: str = "text"
+    prompt_column: str | None = None
+    system_prompt: str | None = None
+
+    @property
+    def prompt(self) -> str:
+        return self.prompt_column or "prompt"
+
+    @property
+    def chats(self) -> bool:
+        """Whether a text prompt is a user turn."""
+        return self.prompt_column is not None or self.system_prompt is not None
+
+
+def dataset_kind(
+    columns: Iterable[str], sample: Mapping[str, Any], row_format: RowFormat | None = None, *, prompts_only: bool
+) -> str:
     """Which kind of `Example` the rows are, from the column names and the first row.
 
     Raises `DatasetError` naming the columns that are there and those that are needed.
     """
-    columns = list(columns)
-    conversational = isinstance(sample.get("prompt"), (list, tuple))
+    columns, fmt = list(columns), row_format or RowFormat()
+    text_field = fmt.text_field
+    conversational = isinstance(sample.get(fmt.prompt), (list, tuple)) or fmt.chats
     if prompts_only:
-        if "prompt" in columns:
+        if fmt.prompt in columns:
             return "prompt_messages" if conversational else "prompt"
-        if "messages" in columns or "conversations" in columns:
+        if fmt.prompt_column is None and ("messages" in columns or "conversations" in columns):
             return "messages"
-        raise DatasetError(f"The dataset has no column `prompt` (or `messages`); its columns are {columns}.")
-    if "prompt" in columns and "completion" in columns:
+        raise DatasetError(f"The dataset has no column `{fmt.prompt}` (or `messages`); its columns are {columns}.")
+    if fmt.prompt in columns and "completion" in columns:
         return "prompt_completion_messages" if conversational else "prompt_completion"
     if "messages" in columns or "conversations" in columns:
         return "messages"
@@ -53,8 +77,9 @@ def dataset_kind(columns: Iterable[str], sample: Mapping[str, Any], *, text_fiel
     raise DatasetError(f"The dataset's columns are {columns}; SFT needs {SFT_FORMATS} (`dataset_text_field` names it).")
 
 
-def read_row(row: Mapping[str, Any], kind: str, *, text_field: str = "text") -> Example:
+def read_row(row: Mapping[str, Any], kind: str, row_format: RowFormat | None = None) -> Example:
     """Check one row of a given kind. Raises `BadRow` naming the column, what was found and what is expected."""
+    fmt = row_format or RowFormat()
     tools = row.get("tools") or None
     if isinstance(tools, str):
         import json
@@ -62,34 +87,53 @@ def read_row(row: Mapping[str, Any], kind: str, *, text_field: str = "text") -> 
         tools = json.loads(tools)
     extra: dict[str, Any] = {"tools": tools, "template_kwargs": dict(row.get("chat_template_kwargs") or {})}
     if kind == "text":
-        return Example(kind, completion=_text(row, text_field))
+        return Example(kind, completion=_text(row, fmt.text_field))
     if kind == "prompt":
-        return Example(kind, prompt=_text(row, "prompt"))
+        return Example(kind, prompt=_text(row, fmt.prompt))
     if kind == "prompt_messages":
-        return Example(kind, prompt=_messages(row, "prompt"), **extra)
+        return Example(kind, prompt=_prompt_messages(row, fmt), **extra)
     if kind == "prompt_completion":
-        return Example(kind, prompt=_text(row, "prompt", may_be_empty=True), completion=_text(row, "completion"))
+        return Example(kind, prompt=_text(row, fmt.prompt, may_be_empty=True), completion=_text(row, "completion"))
     if kind == "messages":
-        column = "messages" if row.get("messages") is not None or "conversations" not in row else "conversations"
-        return Example(kind, completion=_with_assistant(_messages(row, column), column), **extra)
+        column = _conversation_column(row)
+        return Example(kind, completion=_with_system(_with_assistant(_messages(row, column), column), fmt), **extra)
     if kind == "prompt_completion_messages":
-        prompt = _messages(row, "prompt")
-        completion = _with_assistant(_messages(row, "completion"), "completion")
-        return Example(kind, prompt=prompt, completion=completion, **extra)
+        if isinstance(row.get("completion"), str) and fmt.chats:
+            completion = [{"role": "assistant", "content": _text(row, "completion")}]
+        else:
+            completion = _with_assistant(_messages(row, "completion"), "completion")
+        return Example(kind, prompt=_prompt_messages(row, fmt), completion=completion, **extra)
     raise AssertionError(f"unknown kind of row {kind!r}")
 
 
-def read_prompt(row: Mapping[str, Any], kind: str) -> Example:
+def read_prompt(row: Mapping[str, Any], kind: str, row_format: RowFormat | None = None) -> Example:
     """The prompt of a row for distillation. A `messages` row gives what comes before its last assistant turn."""
+    fmt = row_format or RowFormat()
     if kind != "messages":
-        return read_row(row, kind)
-    column = "messages" if row.get("messages") is not None or "conversations" not in row else "conversations"
-    messages = _messages(row, column)
+        return read_row(row, kind, fmt)
+    column = _conversation_column(row)
+    messages = _with_system(_messages(row, column), fmt)
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
         raise BadRow("nothing comes before the assistant turn", column, row.get(column), "a user turn")
     return Example("prompt_messages", prompt=messages, tools=row.get("tools") or None)
+
+
+def _conversation_column(row: Mapping[str, Any]) -> str:
+    return "messages" if row.get("messages") is not None or "conversations" not in row else "conversations"
+
+
+def _prompt_messages(row: Mapping[str, Any], fmt: RowFormat) -> list[Message]:
+    if fmt.chats and isinstance(row.get(fmt.prompt), str):
+        return _with_system([{"role": "user", "content": _text(row, fmt.prompt)}], fmt)
+    return _with_system(_messages(row, fmt.prompt), fmt)
+
+
+def _with_system(messages: list[Message], fmt: RowFormat) -> list[Message]:
+    if fmt.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": fmt.system_prompt}, *messages]
 
 
 def _text(row: Mapping[str, Any], column: str, may_be_empty: bool = False) -> str:

@@ -1,16 +1,22 @@
 """Chat templates: a conversation -> its text, and the spans of that text which the assistant must write.
 
-The spans come from rendering turn by turn, each rendering a prefix of the next, so any template works; nothing is
-looked up by token id, so text that looks like a special token changes no label.
+Order of trust: the template's own `{% generation %}` blocks; else rendering turn by turn, each rendering a prefix of
+the next, which works for any template; else an error. Nothing is looked up by token id, so text that looks like a
+special token changes no label.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..types import Message
 from .rows import BadRow
@@ -18,6 +24,21 @@ from .rows import BadRow
 Span = tuple[int, int]
 _EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
 _EMPTY_THINK_AT_END = re.compile(r"<think>\s*</think>\s*\Z")
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+MARKED, TURN_BY_TURN = "the template's {% generation %} blocks", "rendering turn by turn"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A rendered conversation: its `text`, a span for each trained message, by which `rule` they were found, whether
+    every span ends with a stop token, and whether the template changed whitespace of what it trains."""
+
+    text: str
+    spans: list[Span]
+    rule: str
+    stopped: bool
+    normalized: bool
 
 
 def render(
@@ -36,47 +57,112 @@ def render(
 
 
 def assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], trained: Collection[int], **kwargs: Any
-) -> tuple[str, list[Span]]:
-    """The conversation's text and, for each trained message, the span from its first written character to the end of
-    its stop token. The header, an injected empty think block, a prefilled `<think>` and the newline after the stop
-    token are outside. Raises `BadRow` where the template drops or rewrites what the row asks to train.
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    trained: Collection[int],
+    *,
+    train_empty_think: bool = False,
+    **kwargs: Any,
+) -> Conversation:
+    """Where the trained messages are: each span from its first written character to the end of its stop token.
+
+    The header, a prefilled `<think>`, the newline after the stop token and, unless `train_empty_think`, an injected
+    empty think block are outside. Raises `BadRow`, showing the text, where the template drops or rewrites what the row
+    asks to train.
     """
     text = render(tokenizer, messages, **kwargs)
     specials = special_tokens(tokenizer)
-    spans = []
+    blocks = _generation_blocks(tokenizer, messages, text, kwargs)
+    spans, stopped, normalized = [], True, False
     for i in sorted(trained):
-        begin = _prefix_length(_rendered(tokenizer, messages, i, kwargs), text, specials)
-        end = _prefix_length(_rendered(tokenizer, messages, i + 1, kwargs), text, specials)
-        content = messages[i]["content"].strip()
+        if blocks is not None:
+            begin, end = blocks[i]
+        else:
+            begin = _prefix_length(tokenizer, messages, i, text, specials, kwargs)
+            end = _prefix_length(tokenizer, messages, i + 1, text, specials, kwargs)
+        header: int | None = begin if blocks is not None else None
         if i:  # what the prompt of this turn already holds at inference
             asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs)
             header = max(_common(asked, text), begin)
-            at = _find_content(content, text, begin, header, end)
-            start = _written_from(text, begin, header, at)
-        else:  # no template renders a conversation of nothing
-            start = at = _find_content(content, text, begin, end, end)
-        spans.append((start, _stop(text, at + len(content), end, specials)))
-    return text, spans
+        at, content_end, exact = _find_content(tokenizer, messages, i, text, begin, header, end)
+        start = at if header is None else _written_from(text, begin, header, at, train_empty_think)
+        stop, has_stop = _stop(text, content_end, end, specials)
+        spans.append((start, stop))
+        stopped, normalized = stopped and has_stop, normalized or not exact
+    return Conversation(text, spans, TURN_BY_TURN if blocks is None else MARKED, stopped, normalized)
 
 
-_WAY_OUT = (
-    "a template that keeps every turn (`chat_template_path`), or `train_on: last_assistant`, or rows that end at "
-    "the turn to train"
-)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of the tokens that the tokenizer marks as special, the eos token among them."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, kwargs: Any) -> str:
-    return render(tokenizer, messages[:n], **kwargs) if n else ""
+def training_template(chat_template: str | None) -> Path | None:
+    """TRL's bundled training template for the family whose own template this is: it keeps every turn."""
+    return _bundled_training_templates().get(chat_template or "")
 
 
-def _prefix_length(part: str, text: str, specials: list[str]) -> int:
-    """How much of the whole the rendering of its first messages is. Raises `BadRow` where that rendering holds
+@lru_cache(maxsize=1)
+def _bundled_training_templates() -> dict[str, Path]:
+    spec = find_spec("trl")
+    folder = (
+        Path(spec.submodule_search_locations[0]) / "chat_templates"
+        if spec and spec.submodule_search_locations
+        else None
+    )
+    if folder is None or not folder.is_dir():
+        return {}
+    training = {path.name.removesuffix("_training.jinja"): path for path in folder.glob("*_training.jinja")}
+    plain = {name: folder / f"{name}.jinja" for name in training}
+    return {plain[name].read_text("utf-8"): path for name, path in training.items() if plain[name].is_file()}
+
+
+def _way_out(tokenizer: PreTrainedTokenizerBase, messages: list[Message], lost: str) -> str:
+    """What to set so that `lost` is kept: TRL's training template of the family where that one does."""
+    path = training_template(tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None)
+    kept = path is not None and "".join(lost.split()) in "".join(
+        render(tokenizer, messages, chat_template=path.read_text("utf-8")).split()
+    )
+    template = f"`chat_template_path: {path}`, which keeps it" if kept else "a `chat_template_path` that keeps it"
+    return f"{template}; or `train_on: last_assistant`; or rows that end at the turn to train"
+
+
+def _generation_blocks(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, kwargs: Any
+) -> dict[int, Span] | None:
+    """The template's own blocks by message, where it marks one for each assistant turn."""
+    options = dict(kwargs)
+    tools = options.pop("tools", None)
+    template = tokenizer.get_chat_template(options.pop("chat_template", None), tools)
+    if not _GENERATION_BLOCK.search(template):
+        return None
+    rendered, indices = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **options},
+    )
+    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    blocks = [span for span in indices[0] if span[0] < span[1]]
+    if rendered[0] != text or len(blocks) != len(assistants):
+        return None
+    return dict(zip(assistants, blocks, strict=True))
+
+
+def _prefix_length(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, text: str, specials: list[str], kwargs: Any
+) -> int:
+    """How much of the whole the rendering of its first `n` messages is. Raises `BadRow` where that rendering holds
     something that the whole has not: a later turn made the template rewrite an earlier one.
 
     Two things may differ: an empty think block, and the special token at the very end (a `<|return|>` that becomes
     `<|end|>`, an eos after the last turn).
     """
+    if n in (0, len(messages)):
+        return len(text) if n else 0
+    part = render(tokenizer, messages[:n], **kwargs)
     common = _common(part, text)
     while block := _EMPTY_THINK.match(part, common):
         part = part[:common] + part[block.end() :]
@@ -87,8 +173,8 @@ def _prefix_length(part: str, text: str, specials: list[str]) -> int:
     for token in specials:
         rest = rest.replace(token, "")
     if rest.strip():
-        lost = part[common:].strip()
-        raise BadRow("the chat template rewrites an earlier turn once another follows", "messages", lost, _WAY_OUT)
+        lost, why = part[common:].strip(), "the chat template rewrites an earlier turn once another follows"
+        raise BadRow(why, "messages", lost, _way_out(tokenizer, messages, messages[n - 1]["content"]))
     return common
 
 
@@ -97,7 +183,11 @@ def _common(a: str, b: str) -> int:
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length
-    return next(i for i in range(length) if a[i] != b[i])
+    low, high = 0, length  # a[:low] == b[:low], a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
+    return low
 
 
 def _token_start(text: str, position: int, specials: list[str]) -> int:
@@ -106,18 +196,40 @@ def _token_start(text: str, position: int, specials: list[str]) -> int:
     return min((at for at in starts if 0 <= at < position), default=position)
 
 
-def _find_content(content: str, text: str, begin: int, header: int, end: int) -> int:
-    at = text.find(content, header, end)
-    if at < 0:  # a prefilled `<think>` is part of the content
-        at = text.rfind(content, begin, end)
-    if at < 0:
-        kept = max(content.split("</think>"), key=lambda piece: (piece.strip() in text[begin:end]) * len(piece.strip()))
-        lost = content.replace(kept, "", 1).strip() if kept.strip() in text[begin:end] else content
-        raise BadRow("the chat template drops this text of the assistant", "messages", lost, _WAY_OUT)
-    return at
+def _find_content(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    i: int,
+    text: str,
+    begin: int,
+    header: int | None,
+    end: int,
+) -> tuple[int, int, bool]:
+    """Start and end of a message's content in the text, and whether it is there to the letter.
+
+    A template may strip it, or move newlines around `<think>`; other text that is not there raises `BadRow`.
+    """
+    content = messages[i]["content"]
+    for wanted in (content, content.strip()):
+        at = text.find(wanted, header, end) if header is not None else -1
+        if at < 0:  # a prefilled `<think>` is part of the content; without a header the last match is the content
+            at = text.rfind(wanted, begin, end)
+        if at >= 0:
+            return at, at + len(wanted), wanted == content
+    for low in (begin if header is None else header, begin):
+        visible = [i for i in range(low, end) if not text[i].isspace()]
+        wanted = "".join(content.split())
+        at = "".join(text[i] for i in visible).find(wanted)
+        if at >= 0:
+            return visible[at], visible[at + len(wanted) - 1] + 1, False
+    pieces = [piece.strip() for piece in content.split("</think>")]
+    kept = max(pieces, key=lambda piece: (piece in text[begin:end]) * len(piece))
+    lost = content.replace(kept, "", 1).strip() if kept and kept in text[begin:end] else content
+    why = "the chat template drops this text of the assistant"
+    raise BadRow(why, "messages", lost, _way_out(tokenizer, messages, lost))
 
 
-def _written_from(text: str, begin: int, header: int, content: int) -> int:
+def _written_from(text: str, begin: int, header: int, content: int, train_empty_think: bool) -> int:
     """Where the assistant starts to write: after the header, but for an injected empty think block.
 
     Other text between header and content is its own: a channel, its reasoning. Content before the header's end is
@@ -125,22 +237,20 @@ def _written_from(text: str, begin: int, header: int, content: int) -> int:
     """
     if content <= header:
         return header
-    between = text[header:content]
-    return content if not between.strip() or _EMPTY_THINK_AT_END.search(text, begin, content) else header
+    if not text[header:content].strip():
+        return content
+    injected = not train_empty_think and _EMPTY_THINK_AT_END.search(text, begin, content)
+    return content if injected else header
 
 
-def _stop(text: str, content_end: int, end: int, specials: list[str]) -> int:
-    """End of the first special token after the content, or of the turn's last visible character."""
+def _stop(text: str, content_end: int, end: int, specials: list[str]) -> tuple[int, bool]:
+    """End of the first special token after the content, or of the turn's last visible character; and which it is."""
     stops = [at + len(token) for token in specials if (at := text.find(token, content_end, end)) >= 0]
     if stops:
-        return min(stops)
+        return min(stops), True
     visible = content_end + len(text[content_end:end].rstrip())
-    if end < len(text) and not text[visible:end].strip():  # the one that closes this turn differs from the last turn's
-        stops = [end + len(token) for token in specials if text.startswith(token, end)]
-    return max(stops, default=visible)
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of the tokens that the tokenizer marks as special, the eos token among them."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return list(dict.fromkeys([*tokenizer.all_special_tokens, *added]))
+    # the one that closes this turn may differ from the last turn's, or stand just after a generation block
+    after = [end + len(token) for token in specials if end < len(text) and text.startswith(token, end)]
+    if after and not text[visible:end].strip():
+        return max(after), True
+    return visible, False

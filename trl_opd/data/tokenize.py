@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..types import IGNORE_INDEX, Example, TokenizedRow
 from .rows import BadRow
-from .templates import Span, assistant_spans, render
+from .templates import Span, assistant_spans, render, training_template
 
 TRAIN_ON = ("assistant", "last_assistant", "all")
 
@@ -21,7 +21,14 @@ class Tokenization:
 
     tokenizer: PreTrainedTokenizerBase
     train_on: str = "assistant"
+    train_empty_think: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def template_name(self) -> str:
+        """Where the chat template comes from, for the report."""
+        path = training_template(self.tokenizer.chat_template)
+        return f"of {self.tokenizer.name_or_path or 'the tokenizer'}" + (f", known as {path.stem[:-9]}" if path else "")
 
     def prompt(self, example: Example) -> list[int]:
         """Ids of a prompt as the model meets it at inference: (P,). Raises `BadRow` where it renders to nothing."""
@@ -80,11 +87,19 @@ class Tokenization:
         trained = [i for i in range(len(prompt), len(messages)) if messages[i]["role"] == "assistant"]
         if self.train_on == "last_assistant":
             trained = trained[-1:]
-        text, spans = assistant_spans(self.tokenizer, messages, trained, **self._template_kwargs(example))
-        ids, labels = self._label(text, spans)
+        found = assistant_spans(
+            self.tokenizer,
+            messages,
+            trained,
+            train_empty_think=self.train_empty_think,
+            **self._template_kwargs(example),
+        )
+        ids, labels = self._label(found.text, found.spans)
         if labels[0] != IGNORE_INDEX:
-            raise BadRow("nothing comes before the first trained token", "messages", text[:80], "a turn before it")
-        return TokenizedRow(ids, labels)
+            raise BadRow(
+                "nothing comes before the first trained token", "messages", found.text[:80], "a turn before it"
+            )
+        return TokenizedRow(ids, labels, found.stopped, found.normalized, found.rule)
 
     def _label(self, text: str, spans: list[Span]) -> tuple[list[int], list[int]]:
         """Ids of `text` and labels on the tokens inside `spans`; cut at a border that a token would straddle."""

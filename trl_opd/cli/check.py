@@ -1,0 +1,7 @@
+"""`trl-opd check`."""
+
+
+def main(argv: list[str]) -> int:
+    from trl_opd.checks.command import main as check
+
+    return check(argv)
