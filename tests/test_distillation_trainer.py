@@ -74,6 +74,18 @@ def test_any_way_of_cutting_the_window_gives_the_same_gradient(tmp_path, batch, 
     assert cut_log["distill/num_tokens_per_step"] == 1 + 40 + 3 + 25 + 4
 
 
+def test_the_datasets_own_answers_change_nothing(tmp_path):
+    """Rows that bring answers of 4 or of 200 letters: the rollouts are the same, and so is the gradient."""
+    steps = []
+    for length in (4, 200):
+        trainer, recorder = build(DistillationTrainer, DistillationConfig, tmp_path)
+        rows = text_rows(4).map(lambda row, n=length: {"completion": "z" * n})
+        trainer.train_dataset = trainer._prepare_train(rows)
+        trainer.train()
+        steps.append(recorder.steps[0])
+    assert_same_gradients(steps[0], steps[1], rtol=1e-6)
+
+
 def test_every_prompt_is_used_once_an_epoch(tmp_path):
     """7 prompts, batch 2, accumulation 2: two windows of 4, the last filled with one row that does not count."""
     trainer, _ = build(

@@ -128,6 +128,30 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
     assert_same_gradients(ours, plain, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_prompt_longer_than_max_length_is_an_error_or_counted(tmp_path, packing):
+    """Never a step of loss 0 and gradient 0: TRL packs such rows and trains them at loss 0."""
+    rows = Dataset.from_list([{"prompt": "a" * 60, "completion": "b"}] + [{"prompt": "a", "completion": "bc"}] * 3)
+    same = {"rows": rows, "packing": packing, "max_length": 40, "per_device_train_batch_size": 1}
+    with pytest.raises(ValueError, match=r"1 of 4 rows .* longer than `max_length: 40`"):
+        gradients(SFTTrainer, SFTConfig, tmp_path, **same)
+    with pytest.raises(ValueError, match="1 × its prompt alone fills max_length"):
+        gradients(SFTTrainer, SFTConfig, tmp_path, **same, overflow="cut")
+    for policy in ({"overflow": "drop"}, {"overflow": "cut", "bad_rows": "drop"}):
+        _, log = gradients(SFTTrainer, SFTConfig, tmp_path, **same, **policy, num_train_epochs=1, max_steps=-1)
+        assert log["loss"] > 0 and log["grad_norm"] > 0
+
+
+def test_one_row_without_an_assistant_turn_among_a_thousand_is_named(tmp_path):
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    rows = Dataset.from_list([good] * 700 + [{"messages": good["messages"][:1]}] + [good] * 299)
+    common = {"model": qwen3(), "train_dataset": rows, "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match=r"1 of 1,000 rows .*\n  row 700, column `messages`: no assistant turn"):
+        SFTTrainer(args=SFTConfig(str(tmp_path), **QUIET), **common)
+    trainer = SFTTrainer(args=SFTConfig(str(tmp_path), **QUIET, bad_rows="drop"), **common)
+    assert len(trainer.train_dataset) == 999 and sum(trainer.data_reports[0].dropped.values()) == 1
+
+
 def test_trained_tokens_are_the_completions(tmp_path):
     rows = Dataset.from_list(
         [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}]

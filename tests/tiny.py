@@ -52,7 +52,6 @@ def llama(seed: int = 0, vocab_size: int = 260, **kwargs) -> LlamaForCausalLM:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=512,
-        **{"initializer_range": 0.1, "tie_word_embeddings": False} | kwargs,
+        **{"initializer_range": 0.1, "tie_word_embeddings": False, "max_position_embeddings": 512} | kwargs,
     )
     return LlamaForCausalLM(config)

@@ -106,6 +106,9 @@ class DistillationConfig(trl.DistillationConfig):
     strict_masks: bool = _strict_masks()
     bad_rows: str = _bad_rows()
     system_prompt: str | None = _system_prompt()
+    dataset_num_proc: int | None = field(
+        default=None, metadata={"help": "Number of processes that tokenize the prompts."}
+    )
     dataset_prompt_column: str | None = field(
         default=None,
         metadata={"help": "Column that holds the prompt, where it is not `prompt`. Its text becomes one user turn."},

@@ -143,7 +143,9 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
 
     def _prepare_train(self, dataset: Any) -> Any:
         with global_then_local_main_first():
-            dataset, report = prepare_prompts(dataset, self._tokenization, self._row_policy, name="train")
+            dataset, report = prepare_prompts(
+                dataset, self._tokenization, self._row_policy, name="train", num_proc=self.args.dataset_num_proc
+            )
         self._note_report(report)
         return dataset
 

@@ -82,8 +82,6 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     args, model_args = settings.training, settings.model
     if model_args.model_name_or_path is None:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
-    if not args.output_dir:
-        raise UsageError("there is no `output_dir`: set it to the folder that the model is saved to")
     if not is_accelerator_there():
         args.dataloader_pin_memory = False
     checkpoint = find_checkpoint(args)

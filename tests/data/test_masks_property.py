@@ -10,7 +10,19 @@ from trl_opd.data.rows import read_row
 from trl_opd.data.tokenize import Tokenization
 from trl_opd.masking import check_batch, trained_positions
 
-FRAGMENTS = ["<|im_end|>", "<|im_start|>assistant\n", "</think>", "<think>", "assistant", "user", "\n\n", " ", "é", "日", "😀"]
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "</think>",
+    "<think>",
+    "assistant",
+    "user",
+    "\n\n",
+    " ",
+    "é",
+    "日",
+    "😀",
+]
 words = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(st.characters(codec="utf-8"), max_size=6)), max_size=6)
 content = words.map("".join).filter(lambda text: text.strip())
 turns = st.lists(st.tuples(content, content), min_size=1, max_size=3)
@@ -26,7 +38,9 @@ def conversation(pairs, system):
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(turns, st.none() | content), min_size=1, max_size=3), pads, st.sampled_from(["left", "right"]))
+@given(
+    st.lists(st.tuples(turns, st.none() | content), min_size=1, max_size=3), pads, st.sampled_from(["left", "right"])
+)
 def test_labels_decode_to_what_the_assistant_wrote(conversations, pad, side):
     tok = TOKENIZERS[pad]
     rows = [Tokenization(tok).row(read_row(conversation(pairs, system), "messages")) for pairs, system in conversations]

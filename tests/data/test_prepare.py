@@ -4,10 +4,12 @@ import json
 
 import pytest
 from datasets import Dataset, load_dataset
+from test_bundled_templates import family
 from tiny import tokenizer
 
 from trl_opd.data.load import load_splits, pick_split
 from trl_opd.data.prepare import RowPolicy, prepare_prompts, prepare_sft
+from trl_opd.data.rows import RowFormat
 from trl_opd.data.tokenize import Tokenization
 
 ROWS = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 50, 2, 3)]  # 4, 8, 53, 5 and 6 tokens
@@ -80,6 +82,56 @@ def test_prompts_of_messages_rows_end_before_the_last_assistant_turn():
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     dataset, _ = prepare_prompts(Dataset.from_list(rows), Tokenization(tok), RowPolicy(), name="train")
     assert tok.decode(dataset[0]["prompt_ids"]) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_report_counts_what_was_not_used_as_it_came():
+    """Of 3 conversations one is cut and one is stripped; a tokenizer without eos has no stop token for text rows."""
+    tok = family("llama3")
+    chats = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}
+        for text in ("b", " b\n", "b" * 50)
+    ]
+    policy = RowPolicy(max_length=60, overflow="cut")
+    _, report = prepare_sft(Dataset.from_list(chats), Tokenization(tok), policy, name="train")
+    assert (report.kept, report.cut, report.normalized, report.without_stop) == (3, 1, 1, 1)
+    assert report.warnings() == [
+        "train: 1 rows cut at max_length: they end without a stop token",
+        "train: 1 rows with whitespace changed by the chat template in what is trained",
+    ]
+    saved = json.loads(json.dumps(report.as_dict()))
+    assert saved["trained_share"] == pytest.approx(report.trained_tokens / report.tokens)
+    assert saved["rules"] == {"rendering turn by turn": 3} and "known as llama3" in saved["template"]
+    bare = tokenizer()
+    bare.eos_token = None
+    _, report = prepare_sft(Dataset.from_list(ROWS), Tokenization(bare), RowPolicy(), name="train")
+    assert report.without_stop == 5 and "5 rows without a stop token" in report.warnings()[0]
+
+
+def test_a_second_preparation_comes_from_the_cache(tmp_path, monkeypatch):
+    """The same file, tokenizer and policy: no row is tokenized again."""
+    Dataset.from_list(ROWS).to_json(tmp_path / "rows.jsonl")
+    tokenized = []
+    row = Tokenization.row
+    monkeypatch.setattr(Tokenization, "row", lambda self, example: (tokenized.append(1), row(self, example))[1])
+    for _ in range(2):
+        rows = load_splits(str(tmp_path / "rows.jsonl"), train_split="train")["train"]
+        prepare_sft(rows, Tokenization(tokenizer()), RowPolicy(), name="train")
+    assert len(tokenized) == len(ROWS)
+
+
+def test_open_r1_prompt_columns_and_system_prompts():
+    tok = tokenizer()
+    rows = Dataset.from_list([{"problem": "2+2?", "other": 1}])
+    policy = RowPolicy(format=RowFormat(prompt_column="problem", system_prompt="think"))
+    dataset, _ = prepare_prompts(rows, Tokenization(tok), policy, name="train")
+    expected = "<|im_start|>system\nthink<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tok.decode(dataset[0]["prompt_ids"]) == expected
+    with pytest.raises(ValueError, match="no column `question`"):
+        prepare_prompts(rows, Tokenization(tok), RowPolicy(format=RowFormat(prompt_column="question")), name="train")
+    rows = Dataset.from_list([{"prompt": "2+2?", "completion": "4"}])
+    dataset, _ = prepare_sft(rows, Tokenization(tok), RowPolicy(format=RowFormat(system_prompt="think")), name="train")
+    assert tok.decode(dataset[0]["input_ids"]) == expected + "4<|im_end|>\n"
+    assert tok.decode([label for label in dataset[0]["labels"] if label != -100]) == "4<|im_end|>"
 
 
 def test_datasets_by_name(tmp_path):

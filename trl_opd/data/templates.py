@@ -8,7 +8,7 @@ special token changes no label.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -61,6 +61,7 @@ def assistant_spans(
     messages: list[Message],
     trained: Collection[int],
     *,
+    specials: Sequence[str] | None = None,
     train_empty_think: bool = False,
     **kwargs: Any,
 ) -> Conversation:
@@ -71,22 +72,26 @@ def assistant_spans(
     asks to train.
     """
     text = render(tokenizer, messages, **kwargs)
-    specials = special_tokens(tokenizer)
+    specials = special_tokens(tokenizer) if specials is None else specials
     blocks = _generation_blocks(tokenizer, messages, text, kwargs)
     spans, stopped, normalized = [], True, False
+    closers: Sequence[str]
     for i in sorted(trained):
         if blocks is not None:
-            begin, end = blocks[i]
+            (begin, end), closers = blocks[i], _closers(tokenizer, text, blocks, specials)
         else:
-            begin = _prefix_length(tokenizer, messages, i, text, specials, kwargs)
-            end = _prefix_length(tokenizer, messages, i + 1, text, specials, kwargs)
-        header: int | None = begin if blocks is not None else None
-        if i:  # what the prompt of this turn already holds at inference
-            asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs)
-            header = max(_common(asked, text), begin)
+            end, differs = _prefix_length(tokenizer, messages, i + 1, text, specials, kwargs)
+            closers = specials if differs else []
+        # what the prompt of this turn already holds at inference; no template renders a conversation of nothing
+        asked = render(tokenizer, messages[:i], generation_prompt=True, **kwargs) if i else ""
+        if blocks is None:
+            # a text that begins with it to the letter has no earlier turn rewritten, and there is nothing to look for
+            found = asked and text.startswith(asked) and text.find(messages[i]["content"].strip(), len(asked), end) >= 0
+            begin = len(asked) if found else _prefix_length(tokenizer, messages, i, text, specials, kwargs)[0]
+        header = max(_common(asked, text), begin) if i or blocks is not None else None
         at, content_end, exact = _find_content(tokenizer, messages, i, text, begin, header, end)
-        start = at if header is None else _written_from(text, begin, header, at, train_empty_think)
-        stop, has_stop = _stop(text, content_end, end, specials)
+        start = at if header is None else _written_from(text, header, at, train_empty_think)
+        stop, has_stop = _stop(text, content_end, end, specials, closers)
         spans.append((start, stop))
         stopped, normalized = stopped and has_stop, normalized or not exact
     return Conversation(text, spans, TURN_BY_TURN if blocks is None else MARKED, stopped, normalized)
@@ -145,23 +150,28 @@ def _generation_blocks(
         **{**tokenizer.special_tokens_map, **options},
     )
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    blocks = [span for span in indices[0] if span[0] < span[1]]
+    blocks: list[Span] = []
+    for start, end in indices[0]:  # content and stop token may be two blocks that touch
+        if blocks and blocks[-1][1] == start:
+            blocks[-1] = (blocks[-1][0], end)
+        elif start < end:
+            blocks.append((start, end))
     if rendered[0] != text or len(blocks) != len(assistants):
         return None
     return dict(zip(assistants, blocks, strict=True))
 
 
 def _prefix_length(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, text: str, specials: list[str], kwargs: Any
-) -> int:
-    """How much of the whole the rendering of its first `n` messages is. Raises `BadRow` where that rendering holds
-    something that the whole has not: a later turn made the template rewrite an earlier one.
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], n: int, text: str, specials: Sequence[str], kwargs: Any
+) -> tuple[int, bool]:
+    """How much of the whole the rendering of its first `n` messages is, and whether it ends otherwise. Raises `BadRow`
+    where it holds something that the whole has not: a later turn made the template rewrite an earlier one.
 
     Two things may differ: an empty think block, and the special token at the very end (a `<|return|>` that becomes
     `<|end|>`, an eos after the last turn).
     """
     if n in (0, len(messages)):
-        return len(text) if n else 0
+        return len(text) if n else 0, False
     part = render(tokenizer, messages[:n], **kwargs)
     common = _common(part, text)
     while block := _EMPTY_THINK.match(part, common):
@@ -175,7 +185,7 @@ def _prefix_length(
     if rest.strip():
         lost, why = part[common:].strip(), "the chat template rewrites an earlier turn once another follows"
         raise BadRow(why, "messages", lost, _way_out(tokenizer, messages, messages[n - 1]["content"]))
-    return common
+    return common, bool(rest != part[common:])
 
 
 def _common(a: str, b: str) -> int:
@@ -190,7 +200,7 @@ def _common(a: str, b: str) -> int:
     return low
 
 
-def _token_start(text: str, position: int, specials: list[str]) -> int:
+def _token_start(text: str, position: int, specials: Sequence[str]) -> int:
     """`position`, or the start of the special token of `text` that it falls into."""
     starts = (text.find(token, max(position - len(token) + 1, 0), position + len(token) - 1) for token in specials)
     return min((at for at in starts if 0 <= at < position), default=position)
@@ -214,6 +224,8 @@ def _find_content(
         at = text.find(wanted, header, end) if header is not None else -1
         if at < 0:  # a prefilled `<think>` is part of the content; without a header the last match is the content
             at = text.rfind(wanted, begin, end)
+            if header is not None and not text[at:header].strip():
+                continue  # only the header's own newline
         if at >= 0:
             return at, at + len(wanted), wanted == content
     for low in (begin if header is None else header, begin):
@@ -229,7 +241,7 @@ def _find_content(
     raise BadRow(why, "messages", lost, _way_out(tokenizer, messages, lost))
 
 
-def _written_from(text: str, begin: int, header: int, content: int, train_empty_think: bool) -> int:
+def _written_from(text: str, header: int, content: int, train_empty_think: bool) -> int:
     """Where the assistant starts to write: after the header, but for an injected empty think block.
 
     Other text between header and content is its own: a channel, its reasoning. Content before the header's end is
@@ -239,18 +251,29 @@ def _written_from(text: str, begin: int, header: int, content: int, train_empty_
         return header
     if not text[header:content].strip():
         return content
-    injected = not train_empty_think and _EMPTY_THINK_AT_END.search(text, begin, content)
+    injected = not train_empty_think and _EMPTY_THINK_AT_END.search(text, max(content - 64, 0), content)
     return content if injected else header
 
 
-def _stop(text: str, content_end: int, end: int, specials: list[str]) -> tuple[int, bool]:
-    """End of the first special token after the content, or of the turn's last visible character; and which it is."""
+def _closers(
+    tokenizer: PreTrainedTokenizerBase, text: str, blocks: dict[int, Span], specials: Sequence[str]
+) -> list[str]:
+    """Special tokens that close a turn from outside its generation block: eos, and the one after the last block."""
+    last = max(end for _, end in blocks.values())
+    after_last = [token for token in specials if text.startswith(token, last)]
+    return after_last if not text[last + len(max(after_last, key=len, default="")) :].strip() else [tokenizer.eos_token]
+
+
+def _stop(text: str, content_end: int, end: int, specials: Sequence[str], closers: Sequence[str]) -> tuple[int, bool]:
+    """End of the first special token after the content, or of the turn's last visible character; and which it is.
+
+    `closers` are the tokens that close a turn although they stand after its `end`.
+    """
     stops = [at + len(token) for token in specials if (at := text.find(token, content_end, end)) >= 0]
     if stops:
         return min(stops), True
     visible = content_end + len(text[content_end:end].rstrip())
-    # the one that closes this turn may differ from the last turn's, or stand just after a generation block
-    after = [end + len(token) for token in specials if end < len(text) and text.startswith(token, end)]
+    after = [end + len(token) for token in closers if token and text.startswith(token, end)]
     if after and not text[visible:end].strip():
         return max(after), True
     return visible, False

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..types import IGNORE_INDEX, Example, TokenizedRow
 from .rows import BadRow
-from .templates import Span, assistant_spans, render, training_template
+from .templates import Span, assistant_spans, render, special_tokens, training_template
 
 TRAIN_ON = ("assistant", "last_assistant", "all")
 
@@ -23,6 +23,10 @@ class Tokenization:
     train_on: str = "assistant"
     train_empty_think: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    specials: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "specials", tuple(special_tokens(self.tokenizer)))  # once, not once a row
 
     @property
     def template_name(self) -> str:
@@ -58,7 +62,7 @@ class Tokenization:
         ids = self._with_eos(self.tokenizer(example.completion)["input_ids"])
         if len(ids) < 2:
             raise BadRow("a single token has nothing before it", "text", example.completion, "two tokens or more")
-        return TokenizedRow(ids, [IGNORE_INDEX, *ids[1:]])
+        return TokenizedRow(ids, [IGNORE_INDEX, *ids[1:]], stopped=self.tokenizer.eos_token_id is not None)
 
     def _prompt_completion(self, example: Example) -> TokenizedRow:
         prompt, completion = example.prompt, example.completion
@@ -74,7 +78,8 @@ class Tokenization:
         self._check_decodes(completion_ids, completion, "completion")
         ids = prompt_ids + completion_ids
         masked = 1 if self.train_on == "all" else len(prompt_ids)
-        return TokenizedRow(ids, [IGNORE_INDEX] * masked + ids[masked:])
+        stopped = self.tokenizer.eos_token_id is not None
+        return TokenizedRow(ids, [IGNORE_INDEX] * masked + ids[masked:], stopped=stopped)
 
     def _conversation(self, example: Example) -> TokenizedRow:
         prompt, completion = example.prompt or [], example.completion
@@ -91,6 +96,7 @@ class Tokenization:
             self.tokenizer,
             messages,
             trained,
+            specials=self.specials,
             train_empty_think=self.train_empty_think,
             **self._template_kwargs(example),
         )
