@@ -132,6 +132,20 @@ def test_a_thought_is_trained_or_shown_as_lost(name):
     assert tokenized.normalized == (thought not in (KEPT, PREFILLED))
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "qwen3"])
+def test_tool_calls_are_trained_and_their_results_are_not(name):
+    tool = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [tool]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "three"},
+    ]
+    spans, _ = trained(family(name), {"messages": messages}, "messages")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert spans == [call, "three<|im_end|>"]
+
+
 def test_the_way_out_names_a_template_that_keeps_the_text():
     row = {"prompt": chat(("user", "a")), "completion": chat(("assistant", THOUGHT))}
     with pytest.raises(BadRow, match=r"chat_template_path: .*deepseek_r1_distill_training.jinja`, which keeps it"):

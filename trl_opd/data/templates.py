@@ -91,7 +91,8 @@ def assistant_spans(
         header = max(_common(asked, text), begin) if i or blocks is not None else None
         at, content_end, exact = _find_content(tokenizer, messages, i, text, begin, header, end)
         start = at if header is None else _written_from(text, header, at, train_empty_think)
-        stop, has_stop = _stop(text, content_end, end, specials, closers)
+        calls = bool(messages[i].get("tool_calls"))
+        stop, has_stop = _stop(text, content_end, end, specials, closers, calls)
         spans.append((start, stop))
         stopped, normalized = stopped and has_stop, normalized or not exact
     return Conversation(text, spans, TURN_BY_TURN if blocks is None else MARKED, stopped, normalized)
@@ -264,14 +265,18 @@ def _closers(
     return after_last if not text[last + len(max(after_last, key=len, default="")) :].strip() else [tokenizer.eos_token]
 
 
-def _stop(text: str, content_end: int, end: int, specials: Sequence[str], closers: Sequence[str]) -> tuple[int, bool]:
+def _stop(
+    text: str, content_end: int, end: int, specials: Sequence[str], closers: Sequence[str], calls: bool
+) -> tuple[int, bool]:
     """End of the first special token after the content, or of the turn's last visible character; and which it is.
 
-    `closers` are the tokens that close a turn although they stand after its `end`.
+    Where the message `calls` tools it is the last one, since special tokens may mark the calls. `closers` are the tokens
+    that close a turn although they stand after its `end`.
     """
-    stops = [at + len(token) for token in specials if (at := text.find(token, content_end, end)) >= 0]
+    find = text.rfind if calls else text.find
+    stops = [at + len(token) for token in specials if (at := find(token, content_end, end)) >= 0]
     if stops:
-        return min(stops), True
+        return max(stops) if calls else min(stops), True
     visible = content_end + len(text[content_end:end].rstrip())
     after = [end + len(token) for token in closers if token and text.startswith(token, end)]
     if after and not text[visible:end].strip():
