@@ -162,6 +162,33 @@ def test_trained_tokens_are_the_completions(tmp_path):
     assert tok.decode(labels) == "yo<|im_end|>"
 
 
+def test_trls_own_flags_win_and_it_is_said(tmp_path, caplog):
+    rows = Dataset.from_list([{"prompt": "ab", "completion": "cd"}])
+    tok = tokenizer()
+    for flags, expected in (
+        ({}, "cd<|im_end|>"),
+        ({"completion_only_loss": False}, "bcd<|im_end|>"),
+        ({"train_on": "all", "completion_only_loss": True}, "cd<|im_end|>"),
+    ):
+        trainer = SFTTrainer(
+            qwen3(), SFTConfig(str(tmp_path), **QUIET, **flags), train_dataset=rows, processing_class=tok
+        )
+        assert tok.decode([label for label in trainer.train_dataset[0]["labels"] if label != -100]) == expected
+    assert "`completion_only_loss: False` wins over `train_on: assistant`: all is trained" in caplog.text
+
+
+def test_a_formatting_function_makes_text_rows(tmp_path):
+    rows = Dataset.from_list([{"q": "a", "a": "b"}])
+    trainer = SFTTrainer(
+        qwen3(),
+        SFTConfig(str(tmp_path), **QUIET),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        formatting_func=lambda row: f"{row['q']}={row['a']}",
+    )
+    assert tokenizer().decode(trainer.train_dataset[0]["input_ids"]) == "a=b<|im_end|>"
+
+
 def test_dropout_is_off_unless_an_adapter_asked_for_it(tmp_path):
     lora = LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"], task_type="CAUSAL_LM")
     trainer = SFTTrainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -57,6 +58,26 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     pass
 
 
+# TRL renamed it in 0.20: a recipe that has it is of the time when rows were cut without a word
+_OLD_LENGTH = "max_seq_length"
+
+
+def _renamed(job: str, recipe: dict[str, Any], argv: list[str]) -> None:
+    """Give the old length key its new name, in place, and let rows be cut (and counted) as they were then."""
+    flag = next((i for i, part in enumerate(argv) if part.split("=")[0] == f"--{_OLD_LENGTH}"), None)
+    if job != "sft" or (flag is None and _OLD_LENGTH not in recipe):
+        return
+    if flag is not None:
+        argv[flag] = argv[flag].replace(_OLD_LENGTH, "max_length", 1)
+    if _OLD_LENGTH in recipe:
+        recipe.setdefault("max_length", recipe.pop(_OLD_LENGTH))
+    said = f"`{_OLD_LENGTH}` is today's `max_length`"
+    if "overflow" not in recipe and not any(part.split("=")[0] == "--overflow" for part in argv):
+        recipe["overflow"] = "cut"
+        said += "; longer rows are cut and counted, as `overflow: cut` says"
+    print(f"trl-opd {job}: {said}", file=sys.stderr)
+
+
 def parse(job: str, argv: Sequence[str]) -> Settings:
     """Read a command line, and the recipe it names, into `Settings`.
 
@@ -65,9 +86,11 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     """
     parser = make_parser(job)
     known = sorted({action.dest for action in parser._actions} - {"help"})
+    argv = list(argv)
     recipe_path = parser.parse_known_args(argv)[0].config
-    if recipe_path is not None:
-        recipe = read_recipe(recipe_path)
+    recipe = {} if recipe_path is None else read_recipe(recipe_path)
+    _renamed(job, recipe, argv)
+    if recipe:
         for name, value in (recipe.pop("env", None) or {}).items():
             os.environ[name] = str(value)
         unknown = [key for key in recipe if key not in known]
@@ -85,7 +108,7 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
         names = [flag.lstrip("-").replace("-", "_") for flag in flags]
         raise UsageError(_unknown([f"unknown flag `{flag}`" for flag in flags], names, known, "--"))
     # TRL's dataclasses in order, then the namespace that holds our own `--config`
-    script, training, model, mixture, _ = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    script, training, model, mixture, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     return Settings(job, script, training, model, mixture)
 
 

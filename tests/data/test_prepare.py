@@ -10,6 +10,7 @@ from tiny import tokenizer
 from trl_opd.data.load import load_splits, pick_split
 from trl_opd.data.prepare import RowPolicy, prepare_prompts, prepare_sft
 from trl_opd.data.rows import RowFormat
+from trl_opd.data.templates import BUNDLED
 from trl_opd.data.tokenize import Tokenization
 
 ROWS = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 50, 2, 3)]  # 4, 8, 53, 5 and 6 tokens
@@ -27,6 +28,13 @@ def test_rows_become_ids_and_labels_and_are_counted():
         "train: 5 rows read, 5 kept, 66 of 76 tokens trained (86.8%)",
         "train: tokens a row: 0% 4, 50% 6, 90% 53, 99% 53, 100% 53",
     ]
+
+
+def test_two_processes_prepare_the_same():
+    one, _ = prepare(ROWS)
+    policy = RowPolicy()
+    two, report = prepare_sft(Dataset.from_list(ROWS), Tokenization(tokenizer()), policy, name="train", num_proc=2)
+    assert one[:] == two[:] and report.kept == 5
 
 
 def test_bad_rows_are_one_error_with_counts_and_the_first_five():
@@ -100,7 +108,7 @@ def test_the_report_counts_what_was_not_used_as_it_came():
     ]
     saved = json.loads(json.dumps(report.as_dict()))
     assert saved["trained_share"] == pytest.approx(report.trained_tokens / report.tokens)
-    assert saved["rules"] == {"rendering turn by turn": 3} and "known as llama3" in saved["template"]
+    assert saved["rules"] == {BUNDLED: 3} and "known as llama3" in saved["template"]
     bare = tokenizer()
     bare.eos_token = None
     _, report = prepare_sft(Dataset.from_list(ROWS), Tokenization(bare), RowPolicy(), name="train")

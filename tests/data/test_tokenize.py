@@ -4,6 +4,7 @@ from importlib.resources import files
 
 import pytest
 from tiny import tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trl_opd.data.rows import BadRow, dataset_kind, read_row
 from trl_opd.data.tokenize import Tokenization
@@ -83,6 +84,26 @@ def test_text_rows_train_everything_but_the_first_token():
 def test_k_tokens_and_a_stop_token_give_k_plus_one(k):
     row = Tokenization(tokenizer()).row(read_row({"prompt": "p", "completion": "x" * k}, "prompt_completion"))
     assert sum(label != -100 for label in row.labels) == k + 1
+
+
+def test_one_bos_never_two():
+    """The tokenizer puts <bos> before every text, and the template renders one too."""
+    tok = tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<bos>"))
+    tok.bos_token = "<bos>"
+    tok.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 259)])
+    assert tok("a")["input_ids"] == [259, *tok("a", add_special_tokens=False)["input_ids"]]
+    tok.chat_template = "{{ bos_token }}" + tok.chat_template
+    rows = [
+        (chat(("user", "a"), ("assistant", "b")), "messages"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"text": "ab"}, "text"),
+    ]
+    for row, kind in rows:
+        tokenized = Tokenization(tok).row(read_row(row, kind))
+        assert tokenized.input_ids.count(259) == 1 and tokenized.input_ids[0] == 259
+        assert tokenized.labels[0] == -100
+    prompt = Tokenization(tok).prompt(read_row({"prompt": [USER]}, "prompt_messages"))
+    assert prompt.count(259) == 1
 
 
 def test_sharegpt_keys():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from training import text_rows
 pytestmark = pytest.mark.slow
 
 
-def command(job, folder, output):
+def command(job, folder, output, processes=1):
     flags = {
         "model_name_or_path": folder / "student",
         "dataset_name": folder / "rows.jsonl",
@@ -30,12 +31,12 @@ def command(job, folder, output):
     }
     if job == "distill":
         flags |= {"teacher_model_name_or_path": folder / "teacher", "max_completion_length": 8}
-    return [
-        sys.executable,
-        "-m",
-        f"trl_opd.run_{job}",
-        *(part for k, v in flags.items() for part in (f"--{k}", str(v))),
-    ]
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        flags |= {"use_cpu": True, "per_device_train_batch_size": 1}
+    values = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    return [*launcher, "-m", f"trl_opd.run_{job}", *values]
 
 
 @pytest.fixture
@@ -74,3 +75,18 @@ def test_killed_after_step_3_of_6_and_started_again(folder, job):
     assert state["global_step"] == 6
     ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, straight))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("job", ["distill", "sft"])
+def test_two_processes_go_on_from_the_second_epoch(folder, job):
+    """Two processes skip and shard the order: it must still be that of the epoch they were stopped in."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    straight, stopped = folder / "straight", folder / "stopped"
+    done = subprocess.run(command(job, folder, straight, 2), env=env, capture_output=True, text=True)
+    assert (straight / "model.safetensors").exists(), done.stderr[-3000:]
+    assert "4 rows each (1 × 2 accumulated × 2 processes)" in done.stdout
+    shutil.copytree(straight / "checkpoint-3", stopped / "checkpoint-3")
+    done = subprocess.run(command(job, folder, stopped, 2), env=env, capture_output=True, text=True)
+    assert (stopped / "model.safetensors").exists(), done.stderr[-3000:]
+    ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,8 +1,8 @@
 """Chat templates: a conversation -> its text, and the spans of that text which the assistant must write.
 
-Order of trust: the template's own `{% generation %}` blocks; else rendering turn by turn, each rendering a prefix of
-the next, which works for any template; else an error. Nothing is looked up by token id, so text that looks like a
-special token changes no label.
+Order of trust: the template's own `{% generation %}` blocks; those of TRL's training template for the same family,
+where it renders the same text; rendering turn by turn, each rendering a prefix of the next, which works for any
+template; else an error. Nothing is looked up by token id, so text that looks like a special token changes no label.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -26,7 +27,9 @@ _EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
 _EMPTY_THINK_AT_END = re.compile(r"<think>\s*</think>\s*\Z")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-MARKED, TURN_BY_TURN = "the template's {% generation %} blocks", "rendering turn by turn"
+MARKED = "the template's {% generation %} blocks"
+BUNDLED = "the blocks of TRL's training template for the family"
+TURN_BY_TURN = "rendering turn by turn"
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,6 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, generation_prompt: bool = False, **kwargs: Any
 ) -> str:
     """The text of a conversation. Raises `BadRow` with the template's own words where it refuses the messages."""
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
@@ -73,7 +74,7 @@ def assistant_spans(
     """
     text = render(tokenizer, messages, **kwargs)
     specials = special_tokens(tokenizer) if specials is None else specials
-    blocks = _generation_blocks(tokenizer, messages, text, kwargs)
+    blocks, rule = _generation_blocks(tokenizer, messages, text, kwargs)
     spans, stopped, normalized = [], True, False
     closers: Sequence[str]
     for i in sorted(trained):
@@ -95,7 +96,7 @@ def assistant_spans(
         stop, has_stop = _stop(text, content_end, end, specials, closers, calls)
         spans.append((start, stop))
         stopped, normalized = stopped and has_stop, normalized or not exact
-    return Conversation(text, spans, TURN_BY_TURN if blocks is None else MARKED, stopped, normalized)
+    return Conversation(text, spans, rule, stopped, normalized)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -136,20 +137,27 @@ def _way_out(tokenizer: PreTrainedTokenizerBase, messages: list[Message], lost: 
 
 def _generation_blocks(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str, kwargs: Any
-) -> dict[int, Span] | None:
-    """The template's own blocks by message, where it marks one for each assistant turn."""
+) -> tuple[dict[int, Span] | None, str]:
+    """Blocks by message, where a template marks one for each assistant turn of this very text; and the rule's name."""
     options = dict(kwargs)
     tools = options.pop("tools", None)
     template = tokenizer.get_chat_template(options.pop("chat_template", None), tools)
+    rule = MARKED
     if not _GENERATION_BLOCK.search(template):
-        return None
-    rendered, indices = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **options},
-    )
+        path = training_template(template)
+        if path is None:
+            return None, TURN_BY_TURN
+        template, rule = _read(path), BUNDLED
+    try:
+        rendered, indices = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **options},
+        )
+    except TemplateError:  # the family's training template refuses what the tokenizer's own accepts
+        return None, TURN_BY_TURN
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     blocks: list[Span] = []
     for start, end in indices[0]:  # content and stop token may be two blocks that touch
@@ -158,8 +166,13 @@ def _generation_blocks(
         elif start < end:
             blocks.append((start, end))
     if rendered[0] != text or len(blocks) != len(assistants):
-        return None
-    return dict(zip(assistants, blocks, strict=True))
+        return None, TURN_BY_TURN
+    return dict(zip(assistants, blocks, strict=True)), rule
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _prefix_length(
@@ -175,8 +188,8 @@ def _prefix_length(
         return len(text) if n else 0, False
     part = render(tokenizer, messages[:n], **kwargs)
     common = _common(part, text)
-    while block := _EMPTY_THINK.match(part, common):
-        part = part[:common] + part[block.end() :]
+    while block := _empty_think_at(part, common):
+        part = part[: block.start()] + part[block.end() :]
         common = _common(part, text)
     if common < len(part):  # not inside a special token: two of them may share their `<|`
         common = min(_token_start(string, common, specials) for string in (part, text))
@@ -187,6 +200,12 @@ def _prefix_length(
         lost, why = part[common:].strip(), "the chat template rewrites an earlier turn once another follows"
         raise BadRow(why, "messages", lost, _way_out(tokenizer, messages, messages[n - 1]["content"]))
     return common, bool(rest != part[common:])
+
+
+def _empty_think_at(text: str, position: int) -> re.Match[str] | None:
+    """An empty think block that starts at `position` or just before it: `<think>` and `<tool_call>` begin alike."""
+    before = text.rfind("<", max(position - len("<think"), 0), position)
+    return _EMPTY_THINK.match(text, position) or (_EMPTY_THINK.match(text, before) if before >= 0 else None)
 
 
 def _common(a: str, b: str) -> int:
@@ -270,7 +289,7 @@ def _stop(
 ) -> tuple[int, bool]:
     """End of the first special token after the content, or of the turn's last visible character; and which it is.
 
-    Where the message `calls` tools it is the last one, since special tokens may mark the calls. `closers` are the tokens
+    Where the message `calls` tools it is the last one, since special tokens may mark the calls. `closers` are tokens
     that close a turn although they stand after its `end`.
     """
     find = text.rfind if calls else text.find

@@ -71,7 +71,6 @@ def complete(folder: Path, problems: list[Problem], *, sample: bool, seed: int =
     return written
 
 
-def exact_match(folder: Path, problems: list[Problem]) -> float:
-    """Share of problems whose greedy completion ends with the right answer."""
-    written = complete(folder, problems, sample=False)
+def exact_match(written: list[str], problems: list[Problem]) -> float:
+    """Share of problems whose completion ends with the right answer."""
     return sum(p.is_right(text) for p, text in zip(problems, written, strict=True)) / len(problems)

@@ -58,11 +58,11 @@ def demo(output_dir: Path, seed: int) -> dict[str, Any]:
     }
     console.rule("1/3  the teacher learns addition (sft)")
     logs = {"teacher": start("sft", teacher, output_dir / "teacher.yaml", seed)}
-    scores = {"teacher": exact_match(folders["teacher"], held_out)}
+    written = {"teacher": complete(folders["teacher"], held_out, sample=False)}
 
     asked = problems[-ROLLOUTS:]
-    written = complete(folders["teacher"], asked, sample=True, seed=seed)
-    rows = [{"prompt": p.prompt, "completion": text} for p, text in zip(asked, written, strict=True)]
+    rollouts = complete(folders["teacher"], asked, sample=True, seed=seed)
+    rows = [{"prompt": p.prompt, "completion": text} for p, text in zip(asked, rollouts, strict=True)]
     student = STUDENT | {
         "model_name_or_path": output_dir / "init" / "student",
         "dataset_name": write_rows(output_dir / "data" / "rollouts.jsonl", rows),
@@ -70,7 +70,7 @@ def demo(output_dir: Path, seed: int) -> dict[str, Any]:
     }
     console.rule(f"2/3  the student imitates {ROLLOUTS} teacher rollouts, too few to be good (sft)")
     logs["sft"] = start("sft", student, output_dir / "sft.yaml", seed)
-    scores["sft"] = exact_match(folders["sft"], held_out)
+    written["sft"] = complete(folders["sft"], held_out, sample=False)
 
     distill = DISTILL | {
         "model_name_or_path": folders["sft"],
@@ -82,12 +82,13 @@ def demo(output_dir: Path, seed: int) -> dict[str, Any]:
     }
     console.rule("3/3  the student writes, the teacher grades every token (distill)")
     logs["distill"] = start("distill", distill, output_dir / "distill.yaml", seed)
-    scores["distill"] = exact_match(folders["distill"], held_out)
+    written["distill"] = complete(folders["distill"], held_out, sample=False)
 
+    scores = {name: exact_match(texts, held_out) for name, texts in written.items()}
     results = {**scores, "held_out": HELD_OUT, "seconds": round(time.perf_counter() - begin, 1), "seed": seed}
     plot_curves(logs, scores, output_dir / "curves.png")
     write_whole(output_dir / "results.json", json.dumps(results, indent=2) + "\n")
-    console.print(results_table(results, held_out[0], folders))
+    console.print(results_table(results, held_out, written))
     console.print(f"{output_dir}/: results.json, curves.png, and the recipes teacher.yaml, sft.yaml, distill.yaml")
     return results
 
@@ -112,13 +113,16 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(staged, path)
 
 
-def results_table(results: dict[str, Any], problem: Problem, folders: dict[str, Path]) -> Table:
-    """Exact match of the three models, with what each writes for one held-out problem."""
+def results_table(results: dict[str, Any], held_out: list[Problem], written: dict[str, list[str]]) -> Table:
+    """Exact match of the three models, with what each writes for the first problem that imitation alone got wrong."""
+    shown = next((i for i, problem in enumerate(held_out) if not problem.is_right(written["sft"][i])), 0)
+    problem = held_out[shown]
     table = Table(title=f"exact match on {results['held_out']} held-out problems, {results['seconds']:.0f} s in all")
-    for column in ("model", "exact match", f"what it writes for {problem.prompt}"):
-        table.add_column(column, justify="right" if column == "exact match" else "left")
+    table.add_column("model")
+    table.add_column("exact match", justify="right")
+    table.add_column(f"what it writes for {problem.prompt} (the first that sft gets wrong)")
     names = {"teacher": "teacher (sft)", "sft": "student (sft)", "distill": "student (sft, then distill)"}
     for key, name in names.items():
-        text = complete(folders[key], [problem], sample=False)[0]
+        text = written[key][shown]
         table.add_row(name, f"{results[key]:.3f}", f"{text}  {'right' if problem.is_right(text) else 'wrong'}")
     return table
