@@ -76,7 +76,11 @@ def test_rows_that_cannot_be_trained(check):
 
 def test_lengths_steps_and_stop_tokens(check):
     code, out, _ = check("sft", model_name_or_path="short", dataset_name="rows.jsonl")
-    assert code == 1 and "longer than the model's 40 positions" in out and "set `max_length`" in out
+    assert (
+        code == 1
+        and "longer than the model's 40 positions" in out
+        and "set `max_length: 40` with `overflow: drop`" in out
+    )
     code, out, _ = check("sft", max_steps=3, warmup_steps=5)
     assert code == 0 and "all of them are warm-up" in out
 

@@ -106,10 +106,12 @@ def check_lengths(trainer: Any) -> Finding | None:
     for name, model in models.items():
         limit = positions(model)
         if limit is not None and longest + new > limit:
-            what = f"a prompt of {longest} tokens and {new} new ones are" if new else f"a row of {longest} tokens is"
-            fix = (
-                "set a smaller `max_completion_length`, or leave out the longest prompts" if new else "set `max_length`"
-            )
+            if new:
+                what = f"a prompt of {longest} tokens and {new} new ones are"
+                fix = "set a smaller `max_completion_length`, or leave out the longest prompts"
+            else:
+                what = f"a row of {longest} tokens is"
+                fix = f"set `max_length: {limit}` with `overflow: drop` or `overflow: cut`"
             return Finding(ERROR, "lengths", f"{what} longer than {name}'s {limit} positions", fix)
     what = f"longest prompt {longest}, and {new} new tokens" if new else f"longest row {longest} tokens"
     return Finding(OK, "lengths", f"{what}: fits")
