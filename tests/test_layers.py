@@ -28,6 +28,7 @@ LAYERS = {
     "sft_trainer": 3,
     "distillation_trainer": 3,
     "progress": 3,
+    "teacher_setup": 3,
     "summary": 3,
     "run": 3,
     "run_sft": 3,

@@ -10,19 +10,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader, SequentialSampler
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
 from . import heads
-from ._trl import (
-    create_model_from_path,
-    get_config_model_id,
-    global_then_local_main_first,
-    keep_4bit_gradients_right,
-    prepare_deepspeed,
-    upgrade_config,
-)
+from ._trl import get_config_model_id, global_then_local_main_first, keep_4bit_gradients_right, upgrade_config
 from .checks.dropout import turn_off_dropout
-from .checks.pair import check_not_the_same, check_token_ids, check_vocab_sizes
+from .checks.pair import check_not_the_same, check_vocab_sizes
 from .configs import DistillationConfig
 from .data.collate import POSITIONS, pad_rollout, pad_rows
 from .data.prepare import RowPolicy, prepare_prompts, prepare_sft
@@ -33,6 +26,7 @@ from .data.tokenize import Tokenization
 from .losses.reduce import global_mean
 from .masking import check_batch
 from .rollout import completion_metrics, micro_batches, rollout_seed, rollout_table, sampling, trained_tokens
+from .teacher_setup import compare_tokenizers, load_teacher, wrap_teacher
 from .teachers.local import freeze
 from .token_trainer import TokenLevelTrainer, gather_heads
 from .types import Rollout, TrainedPositions
@@ -77,7 +71,7 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
                 "on the Hub."
             )
         check_not_the_same(model, teacher_model)
-        teacher = freeze(_load_teacher(teacher_model, args))
+        teacher = freeze(load_teacher(teacher_model, args))
         # TRL gets no teacher: it would compare sizes only, where ids have to be compared
         super().__init__(
             model=model,
@@ -95,8 +89,8 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
             raise ValueError("Models that take images are not supported for distillation. Use a text model.")
         check_not_the_same(self.model, teacher)
         check_vocab_sizes(heads.head_of(self.model).vocab_size, heads.head_of(teacher).vocab_size)
-        self._check_tokenizers(teacher)
-        self.teacher_model = self._prepare_teacher(teacher)
+        self.teacher_chat_template = compare_tokenizers(self._tokenizer, teacher, args.trust_remote_code)
+        self.teacher_model = wrap_teacher(teacher, self)
 
         self._start_accounting()
         keep_4bit_gradients_right(self.model)
@@ -110,25 +104,6 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
             self.eval_dataset = self._prepare_evals(eval_dataset)
         self._empty_steps = 0
         self._eval_batches = 0
-
-    # --- teacher ---------------------------------------------------------------------------------------------------
-
-    def _check_tokenizers(self, teacher: torch.nn.Module) -> None:
-        self.teacher_chat_template = None
-        path = get_config_model_id(teacher.config)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.args.trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            logger.warning(f"The teacher's token ids were not compared with the student's: {reason}")
-            return
-        self.teacher_chat_template = tokenizer.chat_template
-        check_token_ids(self._tokenizer, tokenizer)
-
-    def _prepare_teacher(self, teacher: torch.nn.Module) -> Any:
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(teacher, self.accelerator)
-        return self.accelerator.prepare_model(teacher, evaluation_mode=True)
 
     # --- data ------------------------------------------------------------------------------------------------------
 
@@ -340,28 +315,3 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
         """One model gives one value: every evaluation samples from the same seeds."""
         self._eval_batches = 0
         return super().evaluation_loop(*args, **kwargs)
-
-
-def _load_teacher(teacher: Any, args: DistillationConfig) -> torch.nn.Module:
-    """A teacher given by name, loaded as TRL loads it, or the model itself."""
-    if not isinstance(teacher, str):
-        if args.teacher_model_init_kwargs:
-            raise ValueError(
-                "`teacher_model_init_kwargs` loads a teacher by name; the teacher given is a model already."
-            )
-        return teacher
-    kwargs = dict(args.teacher_model_init_kwargs or {})
-    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    kwargs.setdefault("dtype", None)
-    if args.teacher_model_revision is not None:
-        kwargs.setdefault("revision", args.teacher_model_revision)
-    if args.distributed_state is not None and args.distributed_state.num_processes > 1:
-        kwargs["device_map"] = None
-    try:
-        return create_model_from_path(teacher, **kwargs)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"`teacher_model_name_or_path: {teacher}` is neither a folder with a model nor a model on the Hub that can "
-            f"be reached: {reason}"
-        ) from error
