@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,10 +58,8 @@ def prepare_sft(
     mapped = dataset.map(
         step, with_indices=True, remove_columns=columns, num_proc=num_proc, desc=f"Tokenizing {name} dataset"
     )
-    marks = {mark: mapped.data.column(mark).to_pylist() for mark in _MARKS}
-    _settle(marks, policy, report)
-    good = [i for i, reason in enumerate(marks["reason"]) if not reason]
-    _count(marks, good, report)
+    good = _settle(mapped, policy, report)
+    _count(mapped, good, report)
     if not good:
         raise DatasetError(f"No row of the {name} dataset is left to train.\n" + "\n".join(report.lines()))
     kept = mapped.remove_columns(_MARKS)
@@ -78,10 +77,8 @@ def prepare_prompts(
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed).filter(_is_kept).remove_columns(_PROMPT_MARKS), report
     mapped = dataset.map(step, with_indices=True, num_proc=num_proc, desc=f"Tokenizing {name} prompts")
-    marks = {mark: mapped.data.column(mark).to_pylist() for mark in _PROMPT_MARKS}
-    _settle(marks, policy, report)
-    good = [i for i, reason in enumerate(marks["reason"]) if not reason]
-    report.kept, report.lengths = len(good), quantiles([marks["length"][i] for i in good])
+    good = _settle(mapped, policy, report)
+    report.kept, report.lengths = len(good), quantiles(_column(mapped, "length", good))
     if not good:
         raise DatasetError(f"No prompt of the {name} dataset is left.\n" + "\n".join(report.lines()))
     kept = mapped.remove_columns(_PROMPT_MARKS)
@@ -184,27 +181,38 @@ def _is_kept(row: dict[str, Any]) -> bool:
     return not row["reason"]
 
 
-def _count(marks: dict[str, list], good: list[int], report: MaskReport) -> None:
+def _column(mapped: Dataset, mark: str, good: Sequence[int]) -> list[Any]:
+    """One mark of the rows that are kept, read from the table at once."""
+    values = mapped.data.column(mark).to_pylist()
+    return values if len(good) == len(values) else [values[i] for i in good]
+
+
+def _count(mapped: Dataset, good: Sequence[int], report: MaskReport) -> None:
     """Fill in what is counted over the rows that are kept."""
-    kept = {mark: [values[i] for i in good] for mark, values in marks.items()}
     report.kept = len(good)
-    report.tokens, report.trained_tokens = sum(kept["length"]), sum(kept["trained"])
-    report.cut, report.normalized = sum(kept["cut"]), sum(kept["normalized"])
-    report.without_stop = kept["stopped"].count(False)
-    report.rules = Counter(rule for rule in kept["rule"] if rule)
-    report.lengths = quantiles(kept["length"])
+    lengths = _column(mapped, "length", good)
+    report.tokens, report.trained_tokens = sum(lengths), sum(_column(mapped, "trained", good))
+    report.cut, report.normalized = sum(_column(mapped, "cut", good)), sum(_column(mapped, "normalized", good))
+    report.without_stop = _column(mapped, "stopped", good).count(False)
+    report.rules = Counter(rule for rule in _column(mapped, "rule", good) if rule)
+    report.lengths = quantiles(lengths)
 
 
-def _settle(marks: dict[str, list], policy: RowPolicy, report: MaskReport) -> None:
-    """Count the rows that have a problem and raise once for all of them where their policy is `error`."""
-    reasons = marks["reason"]
+def _settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[int]:
+    """Count the rows that have a problem and raise once for all of them where their policy is `error`.
+
+    Returns the indices of the rows that have none.
+    """
+    reasons = mapped.data.column("reason").to_pylist()
     report.rows = len(reasons)
+    if not any(reasons):
+        return range(len(reasons))
     report.dropped = Counter(reason for reason in reasons if reason)
     too_long = [i for i, reason in enumerate(reasons) if reason == TOO_LONG]
     bad = [i for i, reason in enumerate(reasons) if reason and reason != TOO_LONG]
     if bad and policy.bad_rows == "error":
         counts = "; ".join(f"{n:,} × {r}" for r, n in report.dropped.most_common() if r != TOO_LONG)
-        shown = [f"  {marks['problem'][i]}" for i in bad[:_SHOWN]]
+        shown = [f"  {mapped[i]['problem']}" for i in bad[:_SHOWN]]
         if len(bad) > _SHOWN:
             shown.append(f"  ... and {len(bad) - _SHOWN:,} more")
         raise DatasetError(
@@ -213,7 +221,7 @@ def _settle(marks: dict[str, list], policy: RowPolicy, report: MaskReport) -> No
             + "\nMend them, or set `bad_rows: drop` to leave them out (they are counted)."
         )
     if too_long and policy.overflow == "error":
-        lengths = quantiles(marks["length"])
+        lengths = quantiles(mapped.data.column("length").to_pylist())
         longest = lengths["100%"]
         raise DatasetError(
             f"{len(too_long):,} of {len(reasons):,} rows of the {report.name} dataset are longer than "
@@ -221,6 +229,7 @@ def _settle(marks: dict[str, list], policy: RowPolicy, report: MaskReport) -> No
             f"{lengths['99%']}, longest {longest}; first row {too_long[0]}). Set `max_length: {longest}`, or "
             "`overflow: drop` to leave them out, or `overflow: cut` to train their beginning without a stop token."
         )
+    return [i for i, reason in enumerate(reasons) if not reason]
 
 
 def _first(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:

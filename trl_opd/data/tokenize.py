@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -113,9 +114,12 @@ class Tokenization:
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-            if not any(start < edge < end for start, end in offsets for edge in borders):
-                inside = [any(a <= start and end <= b for a, b in spans) for start, end in offsets]
-                labels = [i if keep else IGNORE_INDEX for i, keep in zip(ids, inside, strict=True)]
+            starts = [start for start, _ in offsets]  # in order, so borders are found by bisection
+            if not any(_straddles(offsets, starts, border) for border in borders):
+                labels = [IGNORE_INDEX] * len(ids)
+                for start, end in spans:
+                    inside = slice(bisect_left(starts, start), bisect_left(starts, end))
+                    labels[inside] = ids[inside]
                 self._check_spans(text, spans, labels)
                 return ids, labels
         ids, labels = [], []
@@ -132,7 +136,10 @@ class Tokenization:
 
     def _check_decodes(self, ids: list[int], wanted: str, column: str) -> None:
         """The labels must decode to the text the row asks for, but for whitespace at its ends and the stop token."""
-        decoded = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self.tokenizer.is_fast:  # without the checks of every id that `decode` makes first
+            decoded = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        else:
+            decoded = str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         eos = self.tokenizer.eos_token or ""
         if "".join(decoded.removesuffix(eos).split()) != "".join(wanted.removesuffix(eos).split()):
             raise BadRow("the tokens decode to another text", column, decoded, f"{wanted[:120]!r}")
@@ -147,3 +154,9 @@ class Tokenization:
         if eos is not None and ids and ids[-1] == eos and not text.endswith(self.tokenizer.eos_token):
             return ids[:-1]
         return ids
+
+
+def _straddles(offsets: list[Span], starts: list[int], border: int) -> bool:
+    """Whether a token lies on both sides of a border of the text."""
+    before = bisect_left(starts, border) - 1
+    return before >= 0 and offsets[before][1] > border
