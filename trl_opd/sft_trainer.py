@@ -133,7 +133,8 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """As `Trainer`'s, but every row once an epoch: what evens out the ranks has its labels masked."""
         rows = self.train_dataset
-        own_order = self.args.train_sampling_strategy in ("random", "sequential")
+        strategy = getattr(self.args, "train_sampling_strategy", "random")  # not there before transformers 5
+        own_order = strategy in ("random", "sequential")
         if not (own_order and isinstance(rows, Dataset) and "labels" in rows.column_names):
             self._window_sampler = None
             return super().get_train_dataloader()
@@ -142,7 +143,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             window=self._train_batch_size * self.accelerator.num_processes if self.accelerator.num_processes > 1 else 1,
             repeats=1,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            shuffle=self.args.train_sampling_strategy == "random",
+            shuffle=strategy == "random",
         )
         return self._get_dataloader(
             dataset=LabelledRows(self._remove_unused_columns(rows, description="training")),
