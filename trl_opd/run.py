@@ -201,7 +201,7 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
     teacher = getattr(args, "teacher_model_name_or_path", None)
     if trainer.is_world_process_zero():
         summary.show(summary.start_table(trainer, teacher, checkpoint))
-        summary.show_samples(trainer, 2)
+        summary.show_samples(trainer, 2, longest=600)
         write_mask_report(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint)
 

@@ -91,12 +91,12 @@ def show(table: Table) -> None:
     Console(soft_wrap=False).print(table)
 
 
-def show_samples(trainer: Any, n: int) -> None:
-    """The first `n` training rows, with what is trained marked."""
+def show_samples(trainer: Any, n: int, longest: int | None = None) -> None:
+    """The first `n` training rows, with what is trained marked; runs of text over `longest` by their ends."""
     rows = trainer.train_dataset
     if not isinstance(rows, Dataset) or "labels" not in rows.column_names or n <= 0:
         return
     console = Console()
     for i, row in enumerate(rows.select(range(min(n, len(rows))))):
         console.print(f"row {i}, trained text between ⟦ and ⟧:", style="bold")
-        console.print(as_terminal(pieces(trainer._tokenizer, row["input_ids"], row["labels"])))
+        console.print(as_terminal(pieces(trainer._tokenizer, row["input_ids"], row["labels"]), longest))

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from tiny import tokenizer
 
-from trl_opd.checks.samples import as_html, as_terminal, page, pieces, visible
+from trl_opd.checks.samples import Piece, as_html, as_terminal, page, pieces, visible
 from trl_opd.data.rows import read_row
 from trl_opd.data.tokenize import Tokenization
 
@@ -38,6 +38,12 @@ def test_the_terminal_shows_trained_text_without_colour():
     text = out.getvalue()
     assert "⟦</mark>" in text and "<|im_end|>⟧" in text and "[bold]no[/bold]" in text
     assert "\x1b[31m" not in text and "\\x1b[31m" in text
+
+
+def test_long_text_is_shown_by_its_ends_where_asked():
+    long = [Piece("ab" * 500, True, False)]
+    assert as_terminal(long).plain == "⟦" + "ab" * 500 + "⟧"
+    assert as_terminal(long, longest=8).plain == "⟦abab … 992 characters … abab⟧"
 
 
 def test_the_page_is_self_contained():

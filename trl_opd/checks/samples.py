@@ -51,16 +51,26 @@ def _escaped(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def as_terminal(row: list[Piece]) -> Text:
-    """For rich: trained text is bold, underlined and between ⟦ and ⟧, so that it shows without colour too."""
+def as_terminal(row: list[Piece], longest: int | None = None) -> Text:
+    """For rich: trained text is bold, underlined and between ⟦ and ⟧, so that it shows without colour too.
+
+    A run of text over `longest` characters is shown by its two ends, with how much is left out.
+    """
     text = Text()
     for trained, group in groupby(row, key=lambda piece: piece.trained):
         text.append("⟦" if trained else "")
         for piece in group:
             style = "bold underline green" if trained else "dim"
-            text.append(piece.text, style=f"{style} italic" if piece.special else style)
+            text.append(_ends(piece.text, longest), style=f"{style} italic" if piece.special else style)
         text.append("⟧" if trained else "")
     return text
+
+
+def _ends(text: str, longest: int | None) -> str:
+    if longest is None or len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
 
 
 def as_html(row: list[Piece]) -> str:
