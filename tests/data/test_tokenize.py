@@ -168,6 +168,38 @@ def test_two_turns_where_a_template_closes_the_last_one_differently():
     assert trained(row, "messages", family("qwen3")) == ["one<|im_end|>", "two<|im_end|>"]
 
 
+TWO_TURNS = chat(("user", "a"), ("assistant", "one"), ("user", "b"), ("assistant", "two"))
+
+
+def test_a_stop_token_just_after_a_generation_block_belongs_to_the_turn():
+    tok = tokenizer()
+    tok.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert trained(TWO_TURNS, "messages", tok) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_an_unknown_template_that_closes_the_last_turn_differently():
+    tok = tokenizer(eos="<|return|>", special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|return|>"))
+    tok.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert trained(TWO_TURNS, "messages", tok) == ["one<|im_end|>", "two<|return|>"]
+
+
+def test_an_unknown_template_without_a_stop_token_trains_no_header_of_the_next_turn():
+    tok = tokenizer(special=("<|endoftext|>", "<|im_end|>", "<|user|>", "<|assistant|>"))
+    tok.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert trained(TWO_TURNS, "messages", tok) == ["one", "two"]
+
+
 def test_a_thought_that_qwen3_drops_from_an_earlier_turn_is_shown():
     row = chat(("user", "a"), ("assistant", THOUGHT), ("user", "b"), ("assistant", THOUGHT))
     with pytest.raises(BadRow, match=r"rewrites an earlier turn once another follows; found '<think>\\nhm"):
