@@ -87,7 +87,6 @@ class DistillationTrainer(TokenLevelTrainer, trl.DistillationTrainer):
         )
         if self._is_vlm:
             raise ValueError("Models that take images are not supported for distillation. Use a text model.")
-        check_not_the_same(self.model, teacher)
         check_vocab_sizes(heads.head_of(self.model).vocab_size, heads.head_of(teacher).vocab_size)
         self.teacher_chat_template = compare_tokenizers(self._tokenizer, teacher, args.trust_remote_code)
         self.teacher_model = wrap_teacher(teacher, self)
