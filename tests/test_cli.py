@@ -1,7 +1,5 @@
 """The command line: recipes and overrides reach the trainer, and what is wrong is one message with the way out."""
 
-import time
-
 import pytest
 import yaml
 from tiny import qwen3, tokenizer
@@ -187,10 +185,9 @@ def test_debug_shows_the_traceback(start):
     assert code == 1 and "Traceback" in err and "DatasetError" in err
 
 
-def test_help_is_instant_and_ends_with_commands(capsys):
-    begin = time.perf_counter()
+def test_help_ends_with_commands(capsys):
+    """That it is instant is held by `test_the_command_line_imports_the_standard_library_only`."""
     assert main(["--help"]) == 0
-    assert time.perf_counter() - begin < 0.5
     assert capsys.readouterr().out.rstrip().endswith("trl-opd sft --help")
     assert main(["stf"]) == 2 and "did you mean `sft`?" in capsys.readouterr().err
     assert main(["env"]) == 0 and "transformers" in capsys.readouterr().out
