@@ -17,15 +17,17 @@ LORA = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", init_lora_
 
 
 def build(trainer_class, config_class, tmp_path, n=4, student=None, teacher=None, fixed=True, **kwargs):
-    peft_config = kwargs.pop("peft_config", None)
+    peft_config, own_rows = kwargs.pop("peft_config", None), kwargs.pop("rows", None)
+    eval_rows = kwargs.pop("eval_rows", None)
     rows, tok = text_rows(n), tokenizer()
     recorder = Gradients()
     defaults = QUIET | {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 8}
     trainer = (fixed_completions(trainer_class, answers_for(rows, tok)) if fixed else trainer_class)(
         model=student or qwen3(),
-        teacher_model=teacher or qwen3(seed=1, hidden=48),
+        teacher_model=None if teacher is False else teacher or qwen3(seed=1, hidden=48),
         args=config_class(str(tmp_path), **defaults | kwargs),
-        train_dataset=rows.remove_columns("completion"),
+        train_dataset=rows.remove_columns("completion") if own_rows is None else own_rows,
+        eval_dataset=eval_rows,
         processing_class=tok,
         peft_config=peft_config,
         callbacks=[recorder],
@@ -108,8 +110,9 @@ def test_every_prompt_is_used_once_an_epoch(tmp_path):
     assert trainer.asked[:2] != trainer.asked[2:]  # another order in the second epoch
 
 
+@pytest.mark.parametrize("options", [{}, {"lmbda": 0.5, "sft_weight": 0.1}], ids=["on policy", "mixed"])
 @pytest.mark.parametrize("stop", [1, 3])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, stop):
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, stop, options):
     """Two steps an epoch; stopped in the first and in the second epoch, where order and rollouts must go on."""
 
     class StopAt(Gradients):
@@ -119,6 +122,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, stop):
 
     def run(resume=None, **callbacks):
         same = {"n": 7, "max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        same |= options | {"rows": text_rows(7)}
         trainer, _ = build(DistillationTrainer, DistillationConfig, tmp_path, fixed=False, **same)
         for callback in callbacks.values():
             trainer.add_callback(callback)
@@ -194,8 +198,11 @@ def test_dataset_eval_is_the_plain_divergence_on_the_completions(tmp_path):
 def test_a_step_without_a_trained_token_changes_nothing_and_three_are_an_error(tmp_path):
     class Masked(DistillationTrainer):
         def _roll_out(self, rows, seed, parts):
-            keep = self.state.global_step == 0
-            return super()._roll_out([{**row, "weight": int(keep)} for row in rows], seed, parts)
+            self.cut = self.state.global_step > 0
+            return super()._roll_out(rows, seed, parts)
+
+        def _is_truncated(self, completion):
+            return self.cut
 
     trainer, _ = build(Masked, DistillationConfig, tmp_path, fixed=False, max_steps=9)
     weights = []

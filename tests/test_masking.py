@@ -32,11 +32,26 @@ def test_position_zero_is_never_trained_and_no_label_gives_nothing():
 
 
 def test_a_rollout_is_padded_to_its_own_longest_row():
-    rollout = Rollout([[1, 2], [3], [4, 5, 6]], [[7], [8, 9], [9] * 50], [1, 0, 1])
+    labels = [[7], [X, X], [9] * 50]
+    rollout = Rollout([[1, 2], [3], [4, 5, 6]], [[7], [8, 9], [9] * 50], labels, [1, 0, 1], [True, True, False])
     batch = pad_rollout(rollout, [0, 1], pad_token_id=0, multiple_of=None)
     assert batch["input_ids"].tolist() == [[1, 2, 7], [3, 8, 9]]
     assert batch["labels"].tolist() == [[X, X, 7], [X, X, X]]  # weight 0 is not trained
+    assert batch["off_policy"].tolist() == [] and pad_rollout(rollout, [0, 2], 0, None)["off_policy"].tolist() == [
+        *range(1, 51)
+    ]
     assert pad_rollout(rollout, [0], 0, 8)["input_ids"].shape == (1, 8)
+
+
+def test_the_teachers_batch_has_the_same_tokens_in_the_same_order():
+    """Prompts of 2 and 1 tokens for the student, of 1 and 4 for the teacher: positions differ, targets do not."""
+    prompts, shown, written = [[1, 2], [3]], [[4], [5, 5, 5, 5]], [[7, 8], [9]]
+    rollout = Rollout(prompts, written, written, [1, 1], [True, True], shown)
+    batch = pad_rollout(rollout, [0, 1], pad_token_id=0, multiple_of=None)
+    mine, theirs = batch["trained_positions"], batch["teacher"]["trained_positions"]
+    assert mine.targets.tolist() == theirs.targets.tolist() == [7, 8, 9]
+    assert batch["teacher"]["input_ids"].tolist() == [[4, 7, 8, 0, 0], [5, 5, 5, 5, 9]]
+    assert mine.start == 1 and theirs.start == 1 and mine.index.tolist() != theirs.index.tolist()
 
 
 @pytest.mark.parametrize(

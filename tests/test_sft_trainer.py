@@ -12,7 +12,7 @@ from trl_opd import SFTConfig, SFTTrainer
 
 
 def gradients(trainer_class, config_class, tmp_path, model=None, rows=None, **kwargs):
-    peft_config = kwargs.pop("peft_config", None)
+    peft_config, loss_func = kwargs.pop("peft_config", None), kwargs.pop("compute_loss_func", None)
     recorder = Gradients()
     trainer = trainer_class(
         model=model or qwen3(),
@@ -20,6 +20,7 @@ def gradients(trainer_class, config_class, tmp_path, model=None, rows=None, **kw
         train_dataset=rows or text_rows(4),
         processing_class=tokenizer(),
         peft_config=peft_config,
+        compute_loss_func=loss_func,
         callbacks=[recorder],
     )
     trainer.train()
@@ -114,10 +115,14 @@ def test_a_trl_script_with_the_import_changed_trains(tmp_path, config, monkeypat
 
 
 def test_trl_computes_the_loss_where_the_models_own_forward_is_needed(tmp_path, caplog):
-    ours, _ = gradients(SFTTrainer, SFTConfig, tmp_path, label_smoothing_factor=0.1)
-    theirs, _ = gradients(trl.SFTTrainer, trl.SFTConfig, tmp_path, label_smoothing_factor=0.1)
+    def doubled(outputs, labels, num_items_in_batch=None):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+        return 2 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    ours, _ = gradients(SFTTrainer, SFTConfig, tmp_path, compute_loss_func=doubled)
+    theirs, _ = gradients(trl.SFTTrainer, trl.SFTConfig, tmp_path, compute_loss_func=doubled)
     assert_same_gradients(ours, theirs, rtol=1e-5)
-    assert "computed by TRL's own code: label_smoothing_factor is 0.1" in caplog.text
+    assert "computed by TRL's own code: compute_loss_func was passed" in caplog.text
 
 
 def test_packed_documents_do_not_see_each_other(tmp_path):

@@ -6,7 +6,10 @@ TRL moves fast: when a release renames something, this file and that test are wh
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +29,7 @@ from trl.trainer.utils import (
 
 __all__ = [
     "ForwardRedirection",
+    "adapters_on_the_head",
     "create_model_from_path",
     "get_config_model_id",
     "global_then_local_main_first",
@@ -63,11 +67,34 @@ def upgrade_config(args: TrainingArguments | None, cls: type[C], default_output_
         upgraded.__dict__.update(args.__dict__)
         for field in dataclasses.fields(cls):
             if field.name not in upgraded.__dict__:
-                upgraded.__dict__[field.name] = when_upgraded.get(field.name, field.default)
+                default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                upgraded.__dict__[field.name] = when_upgraded.get(field.name, default)
         return upgraded
     values = args.to_dict() | {name: getattr(args, name) for name in _SECRET_FIELDS}
     known = {field.name for field in dataclasses.fields(cls) if field.init}
     return cls(**{key: value for key, value in values.items() if key in known} | when_upgraded)
+
+
+@contextmanager
+def adapters_on_the_head() -> Iterator[None]:
+    """Let TRL's constructors take a model with LoRA on its `lm_head`.
+
+    They refuse it since their loss reads `lm_head.weight` alone; ours calls such a head. The refusal is an `isinstance`
+    of a name in their module, so that name stands for nothing here.
+    """
+    modules: list[Any] = [importlib.import_module(f"trl.trainer.{name}_trainer") for name in ("sft", "distillation")]
+    theirs = [module.BaseTunerLayer for module in modules]
+    try:
+        for module in modules:
+            module.BaseTunerLayer = _NoTunerLayer
+        yield
+    finally:
+        for module, layer in zip(modules, theirs, strict=True):
+            module.BaseTunerLayer = layer
+
+
+class _NoTunerLayer:
+    """A class that nothing is an instance of."""
 
 
 def keep_4bit_gradients_right(model: nn.Module) -> int:

@@ -6,11 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trl
+from accelerate.logging import get_logger
 
 from ._trl import is_accelerator_there
-from .data.prepare import BAD_ROWS, OVERFLOW
+from .data.prepare import BAD_ROWS, OVERFLOW, PROMPT_OVERFLOW
 from .data.tokenize import TRAIN_ON
+from .losses.objectives import Settings
+from .losses.policy_gradient import REWARDS
+from .rollout import parse_schedule
 
+logger = get_logger(__name__)
+
+TEACHER_KINDS = ("model", "base", "adapter")
 EVAL_MODES = ("auto", "dataset", "generate")
 
 
@@ -114,6 +121,123 @@ class DistillationConfig(trl.DistillationConfig):
         metadata={"help": "Column that holds the prompt, where it is not `prompt`. Its text becomes one user turn."},
     )
     disable_dropout: bool | None = _disable_dropout()
+    objective: str = field(
+        default="divergence",
+        metadata={
+            "help": "What is taken at every trained token: `divergence` (forward KL, reverse KL or JSD, by `beta`), "
+            "`skew_forward_kl`, `skew_reverse_kl`, `tvd`, or `policy_gradient` on the token that was sampled."
+        },
+    )
+    skew_alpha: float = field(
+        default=0.1, metadata={"help": "How much of the other distribution is mixed in, for the skew objectives."}
+    )
+    reward: str = field(
+        default="log_ratio",
+        metadata={
+            "help": "Reward of `policy_gradient`: `log_ratio` = log q − log p of the sampled token, `clip` that within "
+            "±`reward_bound`, `tanh` of it over `reward_bound`, `power` = q^`reward_power` − p^`reward_power`.",
+            "choices": list(REWARDS),
+        },
+    )
+    reward_bound: float = field(default=5.0, metadata={"help": "Bound of the rewards `clip` and `tanh`, in nats."})
+    reward_power: float = field(default=1.0, metadata={"help": "Exponent of the reward `power`."})
+    importance_clip: list[float] = field(
+        default_factory=lambda: [0.0, 2.0],
+        metadata={"help": "Range that the detached importance ratio of `policy_gradient` is clipped to."},
+    )
+    loss_top_k: int = field(
+        default=0,
+        metadata={
+            "help": "0 takes divergences over the whole vocabulary; k over the k most likely ids of either model and "
+            "one bucket for all the others."
+        },
+    )
+    anchor_weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of KL(base ‖ student) at temperature 1, base being the model the student started as."
+        },
+    )
+    teacher_kind: str = field(
+        default="model",
+        metadata={
+            "help": "`model`: `teacher_model_name_or_path`, a model of its own or an adapter on its base. `base`: the "
+            "student's own base with the adapter off. `adapter`: a second, frozen adapter on the student's base.",
+            "choices": list(TEACHER_KINDS),
+        },
+    )
+    teacher_load_in_4bit: bool = field(
+        default=False, metadata={"help": "Load the teacher in 4 bits (nf4, bitsandbytes)."}
+    )
+    teacher_load_in_8bit: bool = field(default=False, metadata={"help": "Load the teacher in 8 bits (bitsandbytes)."})
+    lmbda: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of rows whose completion the student writes, drawn row by row from the seed; the others use "
+            "the completion of the dataset."
+        },
+    )
+    sft_weight: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the cross-entropy on rows that the student did not write (temperature 1). Needs "
+            "`lmbda` below 1."
+        },
+    )
+    seq_kd: bool = field(
+        default=False,
+        metadata={
+            "help": "The rows that `lmbda` leaves to others are written by the teacher, not taken from the dataset "
+            "(sequence-level distillation)."
+        },
+    )
+    teacher_prompt_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the prompt that the teacher is shown in place of the student's, with the solution in "
+            "it for example. The divergence is taken on the same completion tokens."
+        },
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Most tokens of a prompt; what is longer is up to `prompt_overflow`."}
+    )
+    prompt_overflow: str = field(
+        default="error",
+        metadata={
+            "help": "Prompts longer than `max_prompt_length`: `error` raises once, with length quantiles; `drop` "
+            "leaves them out and counts them; `truncate_left` keeps their end and counts them.",
+            "choices": list(PROMPT_OVERFLOW),
+        },
+    )
+    mask_truncated_completions: bool = field(
+        default=False,
+        metadata={
+            "help": "Completions that reach `max_completion_length` without a stop token give no loss; they are "
+            "counted. One that the length schedule cut short is not among them."
+        },
+    )
+    completion_length_schedule: str | None = field(
+        default=None,
+        metadata={
+            "help": "Length of rollouts by progress, as `64@0.0,256@0.3,1024@0.7`: at most 64 tokens from the start, "
+            "256 from 0.3 of the steps on, 1024 from 0.7 on. `max_completion_length` is what holds otherwise."
+        },
+    )
+    num_generations: int = field(default=1, metadata={"help": "Completions that the student writes for each prompt."})
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches that one rollout is cut into: `gradient_accumulation_steps` (the default), or a "
+            "multiple of it, so that several optimizer steps learn from one rollout."
+        },
+    )
+    log_token_metrics: bool = field(
+        default=True,
+        metadata={
+            "help": "Log the teacher's entropy, forward and reverse KL and top-1 agreement beside the loss, whatever "
+            "the objective."
+        },
+    )
     eval_mode: str = field(
         default="auto",
         metadata={
@@ -122,21 +246,127 @@ class DistillationConfig(trl.DistillationConfig):
             "choices": list(EVAL_MODES),
         },
     )
+    eval_accuracy: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compare generated eval completions with the column `answer`, as text and by math-verify. Unset: "
+            "where the rows have one and `eval_mode` generates."
+        },
+    )
 
     def __post_init__(self) -> None:
         _check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         _check_choice("eval_mode", self.eval_mode, EVAL_MODES)
+        _check_choice("teacher_kind", self.teacher_kind, TEACHER_KINDS)
+        _check_choice("prompt_overflow", self.prompt_overflow, PROMPT_OVERFLOW)
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature is {self.temperature}; it must be above 0. It acts on sampling and on the loss."
             )
+        _check_weights(self)
         _resolve_precision(self)
         super().__post_init__()
+        if len(self.importance_clip) != 2:
+            raise ValueError(f"importance_clip is {self.importance_clip}; it must be two numbers, low and high.")
+        self.loss_settings()  # checks the objective's own numbers
+        _check_rollouts(self)
+        _check_sampling(self)
+
+    def loss_settings(self) -> Settings:
+        """The objective with all its numbers. Raises `ValueError` where they do not go together."""
+        if self.objective == "cross_entropy":
+            raise ValueError("objective is 'cross_entropy', which has no teacher: that is `trl-opd sft`.")
+        return Settings(
+            self.objective,
+            beta=self.beta,
+            temperature=self.temperature,
+            skew_alpha=self.skew_alpha,
+            reward=self.reward,
+            reward_bound=self.reward_bound,
+            reward_power=self.reward_power,
+            importance_clip=(self.importance_clip[0], self.importance_clip[1]),
+            top_k=self.loss_top_k,
+            metrics=self.log_token_metrics,
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+def _check_weights(args: Any) -> None:
+    if not 0.0 <= args.lmbda <= 1.0:
+        raise ValueError(f"lmbda is {args.lmbda}; it must be in [0, 1]: the share of rows that the student writes.")
+    for name in ("sft_weight", "anchor_weight"):
+        if (getattr(args, name) or 0.0) < 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; a weight cannot be negative.")
+    if args.objective == "policy_gradient" and args.lmbda < 1.0:
+        raise ValueError(
+            f"The objective policy_gradient averages over what the student writes, and with `lmbda: {args.lmbda}` some "
+            "rows are the dataset's. Set `lmbda: 1`, or an objective that compares whole distributions."
+        )
+    if args.sft_weight and args.lmbda == 1.0:
+        raise ValueError(
+            f"sft_weight is {args.sft_weight}, but with `lmbda: 1` the student writes every completion and there is no "
+            "row to take a cross-entropy on. Set `lmbda` below 1, or `sft_weight: 0`."
+        )
+
+
+def _check_rollouts(args: Any) -> None:
+    if args.num_generations < 1:
+        raise ValueError(f"num_generations is {args.num_generations}; every prompt needs at least one completion.")
+    accumulation = args.gradient_accumulation_steps
+    if args.steps_per_generation is None:
+        args.steps_per_generation = accumulation
+    if args.steps_per_generation < 1 or args.steps_per_generation % accumulation:
+        raise ValueError(
+            f"steps_per_generation is {args.steps_per_generation}; it must be a multiple of "
+            f"`gradient_accumulation_steps: {accumulation}`, so that every optimizer step learns from one rollout."
+        )
+    window = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+    if window % args.num_generations:
+        raise ValueError(
+            f"num_generations is {args.num_generations}, but a rollout holds {window} completions "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} × steps_per_generation "
+            f"{args.steps_per_generation} × {args.world_size} processes), which is no multiple of it."
+        )
+    if args.seq_kd and args.lmbda == 1.0:
+        raise ValueError(
+            "seq_kd is true, but with `lmbda: 1` the student writes every completion. Set `lmbda` below 1."
+        )
+    if args.max_prompt_length is not None and args.max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {args.max_prompt_length}; a prompt has at least one token.")
+    if args.completion_length_schedule is not None:
+        parse_schedule(args.completion_length_schedule, args.max_completion_length)
+
+
+def _check_sampling(args: Any) -> None:
+    """`policy_gradient` averages over what the student would write: its samples must be the student's own."""
+    own = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral = own | {
+        "temperature": args.temperature,
+        "do_sample": True,
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0,
+        "no_repeat_ngram_size": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    asked = {name: getattr(args, name) for name in own} | (args.generation_kwargs or {})
+    filters = {name: asked[name] for name in neutral if asked.get(name) not in (None, neutral[name])}
+    if not filters:
+        return
+    said = ", ".join(f"`{name}: {value}`" for name, value in filters.items())
+    plain = ", ".join(f"`{name}: {neutral[name]}`" for name in filters)
+    if args.objective == "policy_gradient":
+        raise ValueError(
+            f"The objective policy_gradient needs samples of the student itself, but {said} changes them: its gradient "
+            f"would be another one's. Set {plain}, or an objective that compares whole distributions."
+        )
+    logger.warning(f"Rollouts are sampled with {said}: the student is graded on text it seldom writes by itself.")
 
 
 def _resolve_precision(args: Any) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
+from .losses.fused import Gather, HeadTransform, SharedIds, chunked_module_loss, fused_linear_loss
+from .losses.objectives import Settings
 from .masking import select_predicting
 from .types import FusedOutput, TrainedPositions
 
@@ -55,7 +56,19 @@ def head_of(model: nn.Module) -> Head:
     """The head of an unwrapped causal language model, with what its config does to the logits."""
     inner = causal_lm(model)
     config = inner.config.get_text_config()
-    return Head(inner.get_output_embeddings(), head_transform(config), config.vocab_size)
+    return Head(_active_copy(inner.get_output_embeddings()), head_transform(config), config.vocab_size)
+
+
+def _active_copy(module: Any) -> Any:
+    """The trained copy of a head in `modules_to_save`, or the original one while adapters are off; others as they are.
+
+    The copy is a plain linear layer, which its wrapper is not.
+    """
+    if not isinstance(module, ModulesToSaveWrapper):
+        return module
+    if module.disable_adapters or not set(module.active_adapters) & set(module.modules_to_save):
+        return module.original_module
+    return next(module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save)
 
 
 def head_transform(config: Any) -> HeadTransform:
@@ -85,40 +98,27 @@ def predicting_states(model: nn.Module, batch: dict[str, Any], positions: Traine
     return select_predicting(hidden, positions)
 
 
-def cross_entropy(hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, gather: Gather) -> FusedOutput:
-    """−log p of `targets` (N,) from states (N, H)."""
-    if not head.plain:
-        return chunked_module_loss(
-            "cross_entropy",
-            hidden,
-            head.module,
-            vocab_size=head.vocab_size,
-            targets=targets,
-            student_transform=head.transform,
-        )
-    weight, bias = head.parameters(hidden.dtype)
-    return fused_linear_loss(
-        "cross_entropy", hidden, weight, bias=bias, targets=targets, student_transform=head.transform, gather=gather
-    )
-
-
-def divergence(
+def token_loss(
+    settings: Settings,
     hidden: torch.Tensor,
     head: Head,
-    teacher_hidden: torch.Tensor,
-    teacher_head: Head,
     *,
-    targets: torch.Tensor,
-    beta: float,
-    temperature: float,
     gather: Gather,
+    targets: torch.Tensor | None = None,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_head: Head | None = None,
+    sampled_log_probs: torch.Tensor | None = None,
+    shared_ids: SharedIds = None,
 ) -> FusedOutput:
-    """The divergence of student states (N, H) from teacher states (N, H'), each through its own head."""
-    if head.plain and teacher_head.plain:
+    """The objective of `settings` on student states (N, H) and, where it has one, teacher states (N, H'), each through
+    its own head. The rest is as in `fused_linear_loss`."""
+    if head.plain and (teacher_head is None or teacher_head.plain):
         weight, bias = head.parameters(hidden.dtype)
-        teacher_weight, teacher_bias = teacher_head.parameters(teacher_hidden.dtype)
+        teacher_weight = teacher_bias = None
+        if teacher_head is not None and teacher_hidden is not None:
+            teacher_weight, teacher_bias = teacher_head.parameters(teacher_hidden.dtype)
         return fused_linear_loss(
-            "divergence",
+            settings.objective,
             hidden,
             weight,
             bias=bias,
@@ -126,26 +126,27 @@ def divergence(
             teacher_hidden=teacher_hidden,
             teacher_weight=teacher_weight,
             teacher_bias=teacher_bias,
-            beta=beta,
-            temperature=temperature,
+            settings=settings,
+            sampled_log_probs=sampled_log_probs,
+            shared_ids=shared_ids,
             student_transform=head.transform,
-            teacher_transform=teacher_head.transform,
+            teacher_transform=None if teacher_head is None else teacher_head.transform,
             gather=gather,
         )
-    call_teacher: Callable[[torch.Tensor], torch.Tensor] = teacher_head.module
 
     def teacher_logits(chunk: slice) -> torch.Tensor:
+        assert teacher_head is not None and teacher_hidden is not None, "only called where there is a teacher"
         with torch.no_grad():
-            return teacher_head.transform(call_teacher(teacher_hidden[chunk]).float())
+            return teacher_head.transform(teacher_head.module(teacher_hidden[chunk]).float())
 
     return chunked_module_loss(
-        "divergence",
+        settings,
         hidden,
         head.module,
         vocab_size=head.vocab_size,
         targets=targets,
-        teacher_logits=teacher_logits,
-        beta=beta,
-        temperature=temperature,
+        teacher_logits=None if teacher_head is None else teacher_logits,
+        sampled_log_probs=sampled_log_probs,
+        shared_ids=shared_ids,
         student_transform=head.transform,
     )

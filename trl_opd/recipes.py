@@ -78,6 +78,30 @@ def _renamed(job: str, recipe: dict[str, Any], argv: list[str]) -> None:
     print(f"trl-opd {job}: {said}", file=sys.stderr)
 
 
+# What TRL's GKDTrainer took where a recipe did not say, and `DistillationTrainer` takes otherwise
+GKD_DEFAULTS = {"temperature": 0.9, "lmbda": 0.5, "beta": 0.5, "max_completion_length": 128}
+
+
+def _from_gkd(job: str, recipe: dict[str, Any], argv: list[str]) -> None:
+    """Understand a recipe for `GKDTrainer`, told by its `max_new_tokens`, in place, and say which defaults changed."""
+    flag = next((i for i, part in enumerate(argv) if part.split("=")[0] == "--max_new_tokens"), None)
+    if job != "distill" or (flag is None and "max_new_tokens" not in recipe):
+        return
+    if flag is not None:
+        argv[flag] = argv[flag].replace("max_new_tokens", "max_completion_length", 1)
+    if "max_new_tokens" in recipe:
+        recipe.setdefault("max_completion_length", recipe.pop("max_new_tokens"))
+    asked = {part.split("=")[0].lstrip("-") for part in argv} | recipe.keys()
+    fields = DistillationConfig.__dataclass_fields__
+    changed = [
+        f"`{name}` (was {old}, is {fields[name].default})" for name, old in GKD_DEFAULTS.items() if name not in asked
+    ]
+    said = "`max_new_tokens` is today's `max_completion_length`"
+    if changed:
+        said += "; GKDTrainer had other defaults for what is not set here: " + ", ".join(changed)
+    print(f"trl-opd {job}: {said}", file=sys.stderr)
+
+
 def parse(job: str, argv: Sequence[str]) -> Settings:
     """Read a command line, and the recipe it names, into `Settings`.
 
@@ -90,6 +114,7 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     recipe_path = parser.parse_known_args(argv)[0].config
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
     _renamed(job, recipe, argv)
+    _from_gkd(job, recipe, argv)
     if recipe:
         for name, value in (recipe.pop("env", None) or {}).items():
             os.environ[name] = str(value)

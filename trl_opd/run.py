@@ -18,7 +18,16 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from . import progress, recipes, summary
 from ._trl import is_accelerator_there
-from .checks.preflight import ERROR, WARNING, Finding, generation_stops, preflight, trained_stops
+from .checks.preflight import (
+    CHAT_TEMPLATES,
+    ERROR,
+    TEACHER_STOPS,
+    WARNING,
+    Finding,
+    generation_stops,
+    preflight,
+    trained_stops,
+)
 from .data.load import load_splits, pick_split
 from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
@@ -101,21 +110,29 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
         "quantization_config": trl.get_quantization_config(model_args),
         "peft_config": trl.get_peft_config(model_args),
     }
-    trainer: Any
-    if settings.job == "sft":
-        trainer = SFTTrainer(**common)
-    else:
+    if settings.job == "distill" and args.teacher_kind == "model":
         args.teacher_model_init_kwargs = {
             "attn_implementation": model_args.attn_implementation,
             "dtype": model_args.dtype,
             **(args.teacher_model_init_kwargs or {}),
         }
-        trainer = DistillationTrainer(**common)
-    progress.use_lines(trainer)
-    stop_at(trainer)
-    if heed:
-        stop_or_say(preflight(trainer))
+    was_there, trainer = os.path.isdir(args.output_dir), None
+    try:
+        trainer = SFTTrainer(**common) if settings.job == "sft" else DistillationTrainer(**common)
+        progress.use_lines(trainer)
+        stop_at(trainer)
+        if heed:
+            stop_or_say(preflight(trainer))
+    finally:
+        if not (was_there or (heed and trainer is not None)):
+            remove_if_empty(args.output_dir)  # `Trainer` makes it when constructed
     return trainer, checkpoint
+
+
+def remove_if_empty(folder: str) -> None:
+    """Remove a folder in which nothing was written."""
+    if os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
 
 
 def check_model_is_there(model_args: Any, trust_remote_code: bool) -> None:
@@ -182,7 +199,8 @@ def stop_or_say(findings: list[Finding]) -> None:
     for finding in findings:
         if finding.level == ERROR:
             raise ValueError(f"{finding.name}: {finding.message}. {finding.fix[:1].upper()}{finding.fix[1:]}.")
-        if finding.level == WARNING and not finding.name.endswith(" rows"):  # the trainer has said those
+        said = finding.name.endswith(" rows") or finding.name in (TEACHER_STOPS, CHAT_TEMPLATES)  # by the trainer
+        if finding.level == WARNING and not said:
             logger.warning("%s: %s. %s", finding.name, finding.message, finding.fix)
 
 

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
 
 from . import heads
-from ._trl import get_config_model_id, global_then_local_main_first, keep_4bit_gradients_right, upgrade_config
+from ._trl import (
+    adapters_on_the_head,
+    get_config_model_id,
+    global_then_local_main_first,
+    keep_4bit_gradients_right,
+    upgrade_config,
+)
 from .checks.dropout import turn_off_dropout
 from .configs import SFTConfig
 from .data.collate import POSITIONS, CheckedCollator
@@ -22,10 +28,11 @@ from .data.report import MaskReport
 from .data.rows import RowFormat
 from .data.sampler import LabelledRows, WindowSampler
 from .data.tokenize import Tokenization
+from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
 from .token_trainer import TokenLevelTrainer, gather_heads
-from .types import IGNORE_INDEX, TrainedPositions
+from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
 
@@ -62,25 +69,32 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         # our masks need no {% generation %} in the template, and TRL refuses templates without it
         assistant_only, args.assistant_only_loss = args.assistant_only_loss, False
         self.data_reports: list[MaskReport] = []
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+        with adapters_on_the_head():
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
         args.assistant_only_loss = assistant_only
         self._start_accounting()
+        dft = args.loss_type == "dft"  # which takes no label smoothing, as in TRL
+        self._settings = Settings(
+            "cross_entropy",
+            label_smoothing=0.0 if dft else args.label_smoothing_factor,
+            weight_by_probability=dft,
+        )
         keep_4bit_gradients_right(self.model)
         self.dropout_turned_off = 0
         if args.disable_dropout is not False:
@@ -178,12 +192,12 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if positions is None:
             positions = trained_positions(inputs["labels"])
-        loss_sum, per_token, entropy, correct = self._in_wrapped_forward(model, self._score, inputs, positions)
-        sums, tokens = self._sums[self._mode], len(positions)
-        sums.add("entropy", entropy.sum(), tokens)
-        sums.add("mean_token_accuracy", correct.sum(), tokens)
+        out = self._in_wrapped_forward(model, self._score, inputs, positions)
+        sums, tokens, loss_sum = self._sums[self._mode], len(positions), out.loss_sum
+        sums.add("entropy", out.metrics["entropy"].sum(), tokens)
+        sums.add("mean_token_accuracy", out.metrics["correct"].sum(), tokens)
         if self._mode == "eval":
-            self._count_evaluated(per_token, positions, inputs["labels"].size(0))
+            self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
         else:
             self._total_train_tokens += _num_tokens(inputs)
         if num_items_in_batch is None:
@@ -191,11 +205,11 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         sums.add("sft/num_tokens_per_step", torch.as_tensor(num_items_in_batch), 1)
         return global_mean(loss_sum, num_items_in_batch, self.accelerator.num_processes // self.get_tp_size())
 
-    @staticmethod
-    def _score(unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> tuple:
+    def _score(self, unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
         hidden = heads.predicting_states(unwrapped, inputs, positions)
-        out = heads.cross_entropy(hidden, heads.head_of(unwrapped), positions.targets, gather=gather_heads)
-        return out.loss_sum, out.per_token, out.entropy, out.correct
+        return heads.token_loss(
+            self._settings, hidden, heads.head_of(unwrapped), targets=positions.targets, gather=gather_heads
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's names, with `num_tokens` summed over the ranks."""
@@ -230,13 +244,11 @@ def _train_on(args: SFTConfig) -> str:
 
 def _why_trl(trainer: Any, compute_loss_func: Callable | None) -> str:
     """Why this run needs the model's own forward, so that TRL computes the loss; empty where it does not."""
-    args, model = trainer.args, trainer.model
+    model = trainer.model
     parallel = trainer.accelerator.parallelism_config
     inner = heads.causal_lm(model)
     reasons = {
         "compute_loss_func was passed": compute_loss_func is not None,
-        f"label_smoothing_factor is {args.label_smoothing_factor}": args.label_smoothing_factor > 0,
-        f"loss_type is {args.loss_type}": args.loss_type != "nll",
         "the model adds a mixture-of-experts auxiliary loss": trainer.aux_loss_enabled,
         "the model takes images": trainer._is_vlm,
         "sequences are split over ranks": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),

@@ -13,7 +13,7 @@ from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .losses.reduce import row_sums
 from .metrics import MetricSums
-from .types import TrainedPositions
+from .types import FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,7 @@ class TokenLevelTrainer:
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def _in_wrapped_forward(self, model: torch.nn.Module, score: Callable[..., tuple], *args: Any) -> tuple:
+    def _in_wrapped_forward(self, model: torch.nn.Module, score: Callable[..., FusedOutput], *args: Any) -> FusedOutput:
         """Run `score(unwrapped, *args)` as the forward of the wrapped model, under autocast.
 
         DDP, ZeRO and FSDP only see gradients that come out of their own forward; and the redirected forward is not the
@@ -63,9 +63,10 @@ class TokenLevelTrainer:
 
         def scored(*inner: Any) -> tuple:
             with self.accelerator.autocast():
-                return score(unwrapped, *inner)
+                out = score(unwrapped, *inner)
+            return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
 
-        return ForwardRedirection()(model, unwrapped, scored, *args)
+        return FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
 
     def _count_evaluated(self, per_token: torch.Tensor, positions: TrainedPositions, num_rows: int) -> None:
         """Add a batch to the evaluation's sums; rows that only even out the ranks are left out by `gather`."""

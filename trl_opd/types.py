@@ -41,14 +41,14 @@ class TrainedPositions:
 class FusedOutput:
     """What the fused head returns for N trained positions.
 
-    `loss_sum` () fp32, differentiable: the sum over the positions, which the caller divides. `per_token` (N,) fp32,
-    `entropy` (N,) fp32 in nats and `correct` (N,) bool (the target is the student's most likely token) are detached.
+    `loss_sum` () fp32, differentiable: the sum over the positions, which the caller divides. `per_token` (N,) fp32 and
+    `metrics`, (N,) each by name, are detached: `entropy` of the student in nats always; `correct` (the target is its
+    most likely token) for cross-entropy; what else the objective knows (see `trl_opd.losses.objectives`).
     """
 
     loss_sum: torch.Tensor
     per_token: torch.Tensor
-    entropy: torch.Tensor
-    correct: torch.Tensor
+    metrics: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,16 @@ class TokenizedRow:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rank's share of a generation window, R rows: what was asked, what was written, and whether it counts.
+    """One rank's share of a generation window, R rows: what was asked, what was written, by whom, what is trained.
 
-    `weights` is 1 for a row that is trained and 0 for one that only fills the last window of an epoch.
+    `labels` are as long as the completions, -100 where a token is not trained. `weights` is 0 for a row that only fills
+    the last window of an epoch: it has no label. `on_policy` is true where the student wrote the completion.
+    `teacher_prompt_ids` are what the teacher is shown in place of `prompt_ids`, where that differs.
     """
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
+    labels: list[list[int]]
     weights: list[int]
+    on_policy: list[bool]
+    teacher_prompt_ids: list[list[int]] | None = None

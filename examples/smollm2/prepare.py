@@ -29,6 +29,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 END_OF_TURN = "<|im_end|>"
 
 INSTRUCTION = "Answer with the number only."
+HINTED = "prompt_with_solution"
 SEED = 0
 # heldout comes first so that changing the size of a training file never changes the problems we measure on.
 ROWS = {"heldout": 200, "train": 2000, "prompts": 2000}
@@ -179,6 +180,17 @@ def format_row(name: str, problem: dict[str, str]) -> dict[str, Any]:
     return row
 
 
+def hinted_row(problem: dict[str, str]) -> dict[str, Any]:
+    """A problem as the student sees it, and as its own base sees it that is to teach it: with the solution."""
+    shown = [("7 + 12 = 19", "19"), ("20 - 33 = -13", "-13"), (f"{problem['question']} {problem['answer']}", None)]
+    hinted = [{"role": "system", "content": INSTRUCTION}]
+    for question, answer in shown:
+        hinted.append({"role": "user", "content": question})
+        if answer is not None:
+            hinted.append({"role": "assistant", "content": answer})
+    return {**format_row("prompts", problem), HINTED: hinted}
+
+
 def write_data(folder: Path) -> None:
     problems = distinct_problems(sum(ROWS.values()))
     with finished_folder(folder) as partial:
@@ -188,6 +200,9 @@ def write_data(folder: Path) -> None:
             start += size
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (partial / f"{name}.jsonl").write_text(text, encoding="utf-8")
+            if name == "prompts":
+                hinted = "".join(json.dumps(hinted_row(p)) + "\n" for p in problems[start - size : start])
+                (partial / "hints.jsonl").write_text(hinted, encoding="utf-8")
         verify_data(partial)
 
 

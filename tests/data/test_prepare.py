@@ -8,7 +8,8 @@ from test_bundled_templates import family
 from tiny import tokenizer
 
 from trl_opd.data.load import load_splits, pick_split
-from trl_opd.data.prepare import RowPolicy, prepare_prompts, prepare_sft
+from trl_opd.data.prepare import RowPolicy, prepare_sft
+from trl_opd.data.prompts import prepare_prompts
 from trl_opd.data.rows import RowFormat
 from trl_opd.data.templates import BUNDLED
 from trl_opd.data.tokenize import Tokenization

@@ -1,6 +1,9 @@
 """One optimizer step (or one epoch) of either trainer, run alone or by torchrun: what came out goes to a file.
 
 python layout_run.py OUT JOB FULL_OR_LORA BATCH ACCUMULATION
+
+JOB is sft, distill, mixed (rows of the dataset among the student's, with cross-entropy and an anchor) or base (the
+student's base as teacher).
 """
 
 import os
@@ -50,9 +53,17 @@ if job == "sft":
     trainer = SFTTrainer(args=SFTConfig(out + ".d", **arguments), train_dataset=rows, **common)
 else:
     cls = fixed_completions(DistillationTrainer, answers_for(rows, tok))
+    if job == "mixed":
+        arguments |= {"lmbda": 0.5, "sft_weight": 0.3, "anchor_weight": 0.2}
+    if job == "base":
+        arguments |= {"teacher_kind": "base"}
     args = DistillationConfig(out + ".d", **arguments)
+    teacher = None if job == "base" else qwen3(1, hidden=48)
     trainer = cls(
-        args=args, teacher_model=qwen3(1, hidden=48), train_dataset=rows.remove_columns("completion"), **common
+        args=args,
+        teacher_model=teacher,
+        train_dataset=rows if job == "mixed" else rows.remove_columns("completion"),
+        **common,
     )
 trainer.train()
 evaluated = trainer.evaluate()["eval_loss"]

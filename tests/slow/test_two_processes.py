@@ -27,8 +27,10 @@ def run(tmp_path, job, kind, batch, accumulation, processes):
     return torch.load(out, weights_only=False)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("job", ["sft", "distill"])
+JOBS = [(job, kind) for job in ("sft", "distill", "mixed") for kind in ("full", "lora")] + [("base", "lora")]
+
+
+@pytest.mark.parametrize("job, kind", JOBS)
 def test_two_processes_equal_one(tmp_path, job, kind):
     one = run(tmp_path, job, kind, batch=2, accumulation=2, processes=1)
     two = run(tmp_path, job, kind, batch=1, accumulation=2, processes=2)

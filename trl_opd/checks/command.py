@@ -43,11 +43,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = recipes.parse(own.job, rest)
         run.set_up_logging(settings.training, logging.ERROR)
-        output_dir = Path(settings.training.output_dir)
-        was_there = output_dir.exists()
         trainer, _ = run.build(settings, heed=False)
-        if not was_there and output_dir.is_dir() and not any(output_dir.iterdir()):
-            output_dir.rmdir()  # `Trainer` makes it when constructed
         findings = [Finding(OK, "recipe", "every key is known"), *preflight(trainer)]
         if not any(finding.level == ERROR for finding in findings):
             findings.append(check_first_loss(trainer))

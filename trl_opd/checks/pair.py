@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..teachers.local import shares_parameters
@@ -56,10 +57,21 @@ def check_token_ids(student: Any, teacher: Any) -> None:
     )
 
 
-def check_vocab_sizes(student: int, teacher: int) -> None:
-    """Raise `ValueError` where the two models' heads do not have the same number of ids."""
-    if student != teacher:
+def shared_token_ids(student: Any, teacher: Any, student_size: int, teacher_size: int) -> int | torch.Tensor | None:
+    """Ids that mean the same token in both tokenizers, where the heads have different numbers of ids: the first so
+    many, or sorted ids (S,). `None` where the heads are of one size: all ids are compared, padding of the vocabulary
+    too.
+
+    A vocabulary padded to another multiple (Qwen2.5: 151,936 and 152,064) shares its real tokens. Raises `ValueError`
+    where nothing is shared.
+    """
+    if student_size == teacher_size:
+        return None
+    theirs = teacher.get_vocab()
+    ids = sorted(i for token, i in student.get_vocab().items() if theirs.get(token) == i)
+    ids = [i for i in ids if i < min(student_size, teacher_size)]
+    if not ids:
         raise ValueError(
-            f"The student's head has {student:,} ids and the teacher's {teacher:,}. Choose a teacher with the same "
-            "`vocab_size`."
+            "Student and teacher have no token id in common. Choose a teacher of the student's own family."
         )
+    return len(ids) if ids[-1] == len(ids) - 1 else torch.tensor(ids)

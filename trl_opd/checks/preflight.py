@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset
 
 from .. import summary
@@ -14,7 +15,10 @@ from ..data.templates import special_tokens
 from ..heads import causal_lm
 from ..types import IGNORE_INDEX
 
+logger = get_logger(__name__)
+
 OK, WARNING, ERROR = "ok", "warning", "error"
+TEACHER_STOPS, CHAT_TEMPLATES = "teacher's stop tokens", "chat templates"
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,20 @@ class Finding:
 
 def preflight(trainer: Any) -> list[Finding]:
     """Every check that needs no forward pass."""
-    distill = getattr(trainer, "teacher_model", None) is not None
     findings: list[Finding | None] = [check_rows(report) for report in trainer.data_reports]
     findings += [check_template(trainer), check_stop_tokens(trainer), check_lengths(trainer), check_steps(trainer)]
-    if distill:
-        findings += [check_teacher_stops(trainer), check_chat_templates(trainer)]
+    if hasattr(trainer, "teacher"):
+        findings += check_pair(trainer)
     return [finding for finding in findings if finding is not None]
+
+
+def say_or_raise(trainer: Any) -> None:
+    """What a trainer says of its pair when it is made: warnings logged; what cannot work raised as `ValueError`."""
+    for finding in (check_lengths(trainer), *check_pair(trainer)):
+        if finding is not None and finding.level == ERROR:
+            raise ValueError(f"{finding.name}: {finding.message}. {finding.fix[:1].upper()}{finding.fix[1:]}.")
+        if finding is not None and finding.level == WARNING:
+            logger.warning(f"{finding.name}: {finding.message}. {finding.fix[:1].upper()}{finding.fix[1:]}.")
 
 
 def check_rows(report: Any) -> Finding:
@@ -100,17 +112,23 @@ def check_lengths(trainer: Any) -> Finding | None:
     if report is None or not report.lengths:
         return None
     longest, new = report.lengths["100%"], getattr(trainer, "max_completion_length", 0) or 0
-    models = {"the model": trainer.model}
-    if getattr(trainer, "teacher_model", None) is not None:
-        models["the teacher"] = trainer.accelerator.unwrap_model(trainer.teacher_model)
-    for name, model in models.items():
+    beside = getattr(report, "longest", {})
+    needs = [("the model", trainer.model, longest, new)]
+    if hasattr(trainer, "teacher"):
+        own = trainer.teacher_model
+        teacher = trainer.model if own is None else trainer.accelerator.unwrap_model(own)
+        needs.append(("the teacher", teacher, beside.get("teacher") or longest, new))
+        needs += [(who, model, beside.get("reference", 0), 0) for who, model, *_ in needs]
+    for name, model, tokens, more in needs:
         limit = positions(model)
-        if limit is not None and longest + new > limit:
-            if new:
-                what = f"a prompt of {longest} tokens and {new} new ones are"
-                fix = "set a smaller `max_completion_length`, or leave out the longest prompts"
+        if limit is not None and tokens + more > limit:
+            if more:
+                what = f"a prompt of {tokens} tokens and {more} new ones are"
+                fix = "set a smaller `max_completion_length`, or `max_prompt_length` with `prompt_overflow: drop`"
+            elif hasattr(trainer, "teacher"):
+                what, fix = f"a row of {tokens} tokens is", "leave out the longest rows"
             else:
-                what = f"a row of {longest} tokens is"
+                what = f"a row of {tokens} tokens is"
                 fix = f"set `max_length: {limit}` with `overflow: drop` or `overflow: cut`"
             return Finding(ERROR, "lengths", f"{what} longer than {name}'s {limit} positions", fix)
     what = f"longest prompt {longest}, and {new} new tokens" if new else f"longest row {longest} tokens"
@@ -128,6 +146,13 @@ def check_steps(trainer: Any) -> Finding:
     return Finding(OK, "steps", f"{text}; {warmup} of them warm-up")
 
 
+def check_pair(trainer: Any) -> list[Finding | None]:
+    """What may not fit between student and teacher. A teacher on the student's own base fits by itself."""
+    if trainer.teacher_model is None:
+        return []
+    return [check_teacher_stops(trainer), check_chat_templates(trainer)]
+
+
 def check_teacher_stops(trainer: Any) -> Finding:
     """Where the teacher would stop, and the student does not: lengths may explode."""
     teacher = trainer.accelerator.unwrap_model(trainer.teacher_model)
@@ -136,8 +161,8 @@ def check_teacher_stops(trainer: Any) -> Finding:
     if stops and not stops & mine:
         fix = "add the teacher's stop token to the student's `generation_config.eos_token_id`"
         message = f"the teacher stops at {names(sorted(stops))}, rollouts at {names(sorted(mine))}: lengths may explode"
-        return Finding(WARNING, "teacher's stop tokens", message, fix)
-    return Finding(OK, "teacher's stop tokens", f"shared: {names(sorted(stops & mine)) or 'the teacher names none'}")
+        return Finding(WARNING, TEACHER_STOPS, message, fix)
+    return Finding(OK, TEACHER_STOPS, f"shared: {names(sorted(stops & mine)) or 'the teacher names none'}")
 
 
 def check_chat_templates(trainer: Any) -> Finding | None:
@@ -146,7 +171,7 @@ def check_chat_templates(trainer: Any) -> Finding | None:
     if theirs is None or theirs == trainer._tokenizer.chat_template:
         return None
     message = "student and teacher have different chat templates; the teacher is shown the student's"
-    return Finding(WARNING, "chat templates", message, "use a teacher that was trained with this template")
+    return Finding(WARNING, CHAT_TEMPLATES, message, "use a teacher that was trained with this template")
 
 
 def check_first_loss(trainer: Any) -> Finding:

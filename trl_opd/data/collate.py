@@ -12,6 +12,10 @@ from ..masking import check_batch, trained_positions
 from ..types import IGNORE_INDEX, Rollout
 
 POSITIONS = "trained_positions"  # the batch's key for its `TrainedPositions`
+OFF_POLICY = "off_policy"  # for the positions in rows that the student did not write
+NUM_ITEMS = "num_items_in_batch"  # for N, the trained tokens of the whole optimizer step
+SAMPLED = "sampled_log_probs"  # for the log-probabilities that the tokens were sampled with
+TEACHER = "teacher"  # for the batch that the teacher is shown in this one's place
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,26 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: 
 
 
 def pad_rollout(rollout: Rollout, indices: Sequence[int], pad_token_id: int, multiple_of: int | None) -> dict[str, Any]:
-    """Some rows of a rollout as one micro-batch, as `pad_rows` does: completions are trained where the weight is 1."""
-    rows = []
-    for i in indices:
-        prompt, completion = rollout.prompt_ids[i], rollout.completion_ids[i]
-        trained = completion if rollout.weights[i] else [IGNORE_INDEX] * len(completion)
-        rows.append({"input_ids": prompt + completion, "labels": [IGNORE_INDEX] * len(prompt) + trained})
-    return pad_rows(rows, pad_token_id, multiple_of)
+    """Some rows of a rollout as one micro-batch, as `pad_rows` does.
+
+    `off_policy` (M,) int64 says which of its N trained positions stand in rows that the student did not write.
+    `teacher` is the batch that the teacher is shown, where its prompts differ: its trained positions are the same
+    tokens in the same order.
+    """
+
+    def padded(prompts: list[list[int]]) -> dict[str, Any]:
+        rows = [
+            {
+                "input_ids": prompts[i] + rollout.completion_ids[i],
+                "labels": [IGNORE_INDEX] * len(prompts[i]) + rollout.labels[i],
+            }
+            for i in indices
+        ]
+        return pad_rows(rows, pad_token_id, multiple_of)
+
+    batch = padded(rollout.prompt_ids)
+    off_policy = torch.tensor([not rollout.on_policy[i] for i in indices])
+    batch[OFF_POLICY] = off_policy[batch[POSITIONS].rows].nonzero().squeeze(1)
+    if rollout.teacher_prompt_ids is not None:
+        batch[TEACHER] = padded(rollout.teacher_prompt_ids)
+    return batch

@@ -11,24 +11,34 @@ from datasets import Dataset, IterableDataset
 
 from ..types import IGNORE_INDEX, TokenizedRow
 from .report import MaskReport, quantiles
-from .rows import BadRow, DatasetError, RowFormat, dataset_kind, read_prompt, read_row
+from .rows import BadRow, DatasetError, RowFormat, dataset_kind, read_row
 from .tokenize import Tokenization
 
 BAD_ROWS = ("error", "drop")
 OVERFLOW = ("error", "drop", "cut")
-TOO_LONG = "longer than max_length"
+PROMPT_OVERFLOW = ("error", "drop", "truncate_left")
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class RowPolicy:
     """What to do with rows that cannot be trained (`bad_rows`) and with rows longer than `max_length` (`overflow`),
-    and how rows are read: `RowFormat`."""
+    and how rows are read: `RowFormat`. For prompts alone the length is the config's `max_prompt_length`."""
 
     max_length: int | None = None
     bad_rows: str = "error"
     overflow: str = "error"
     format: RowFormat = field(default_factory=RowFormat)
+    prompts: bool = False
+
+    @property
+    def length_field(self) -> str:
+        return "max_prompt_length" if self.prompts else "max_length"
+
+    @property
+    def too_long(self) -> str:
+        """The reason that is counted."""
+        return f"longer than {self.length_field}"
 
 
 def prepare_sft(
@@ -42,7 +52,7 @@ def prepare_sft(
     """Rows -> `input_ids` and `labels`. Raises one `DatasetError` for the whole set, with counts by reason and the
     first five rows, where a policy says `error`. A streaming dataset is checked row by row as it is read.
     """
-    sample = _first(dataset, name)
+    sample = first_row(dataset, name)
     columns = list(sample)
     tokenized = "input_ids" in columns
     kind = "tokenized" if tokenized else dataset_kind(columns, sample, policy.format, prompts_only=False)
@@ -54,11 +64,11 @@ def prepare_sft(
         train_on="labels of the dataset" if tokenized else tokenization.train_on,
     )
     if isinstance(dataset, IterableDataset):
-        return dataset.map(step.streamed, remove_columns=columns).filter(_is_kept).remove_columns(_MARKS), report
+        return dataset.map(step.streamed, remove_columns=columns).filter(is_kept).remove_columns(_MARKS), report
     mapped = dataset.map(
         step, with_indices=True, remove_columns=columns, num_proc=num_proc, desc=f"Tokenizing {name} dataset"
     )
-    good = _settle(mapped, policy, report)
+    good = settle(mapped, policy, report)
     _count(mapped, good, report)
     if not good:
         raise DatasetError(f"No row of the {name} dataset is left to train.\n" + "\n".join(report.lines()))
@@ -66,27 +76,7 @@ def prepare_sft(
     return kept if len(good) == len(mapped) else kept.select(good), report
 
 
-def prepare_prompts(
-    dataset: Dataset, tokenization: Tokenization, policy: RowPolicy, *, name: str, num_proc: int | None = None
-) -> tuple[Dataset, MaskReport]:
-    """Rows -> `prompt_ids`, other columns kept. Errors as in `prepare_sft`."""
-    sample = _first(dataset, name)
-    kind = dataset_kind(list(sample), sample, policy.format, prompts_only=True)
-    step = _PromptStep(tokenization, policy, kind)
-    report = MaskReport(name, streamed=isinstance(dataset, IterableDataset))
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(step.streamed).filter(_is_kept).remove_columns(_PROMPT_MARKS), report
-    mapped = dataset.map(step, with_indices=True, num_proc=num_proc, desc=f"Tokenizing {name} prompts")
-    good = _settle(mapped, policy, report)
-    report.kept, report.lengths = len(good), quantiles(_column(mapped, "length", good))
-    if not good:
-        raise DatasetError(f"No prompt of the {name} dataset is left.\n" + "\n".join(report.lines()))
-    kept = mapped.remove_columns(_PROMPT_MARKS)
-    return kept if len(good) == len(mapped) else kept.select(good), report
-
-
-_PROMPT_MARKS = ["problem", "reason", "length"]
-_MARKS = [*_PROMPT_MARKS, "cut", "trained", "stopped", "normalized", "rule"]
+_MARKS = ["problem", "reason", "length", "cut", "trained", "stopped", "normalized", "rule"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class _SFTStep:
 
     def streamed(self, row: dict[str, Any]) -> dict[str, Any]:
         result = self(row, -1)
-        policy = self.policy.overflow if result["reason"] == TOO_LONG else self.policy.bad_rows
+        policy = self.policy.overflow if result["reason"] == self.policy.too_long else self.policy.bad_rows
         if result["reason"] and policy == "error":
             raise DatasetError(f"A row of the stream cannot be trained: {result['problem'].removeprefix('row -1, ')}")
         return result
@@ -120,31 +110,11 @@ class _SFTStep:
                 raise BadRow("no token of it is trained", "labels", labels[:8], f"a label that is not {IGNORE_INDEX}")
             return _marked(row)
         if self.policy.overflow != "cut":
-            return _marked(row, f"{len(labels)} tokens", TOO_LONG)
+            return _marked(row, f"{len(labels)} tokens", self.policy.too_long)
         if all(label == IGNORE_INDEX for label in labels[:limit]):
             return _marked(TokenizedRow([], []), f"{len(labels)} tokens", "its prompt alone fills max_length")
         cut = replace(row, input_ids=row.input_ids[:limit], labels=labels[:limit], stopped=False)
         return _marked(cut, cut=True)
-
-
-@dataclass(frozen=True)
-class _PromptStep:
-    tokenization: Tokenization
-    policy: RowPolicy
-    kind: str
-
-    def __call__(self, row: dict[str, Any], index: int) -> dict[str, Any]:
-        try:
-            ids = self.tokenization.prompt(read_prompt(row, self.kind, self.policy.format))
-            return {"prompt_ids": ids, "problem": "", "reason": "", "length": len(ids)}
-        except BadRow as bad:
-            return {"prompt_ids": [], "problem": f"row {index}, {bad}", "reason": bad.reason, "length": 0}
-
-    def streamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        result = self(row, -1)
-        if result["reason"] and self.policy.bad_rows == "error":
-            raise DatasetError(f"A row of the stream has no prompt: {result['problem'].removeprefix('row -1, ')}")
-        return result
 
 
 def _pre_tokenized(row: dict[str, Any]) -> TokenizedRow:
@@ -177,11 +147,11 @@ def _marked(row: TokenizedRow, problem: str = "", reason: str = "", cut: bool = 
     }
 
 
-def _is_kept(row: dict[str, Any]) -> bool:
+def is_kept(row: dict[str, Any]) -> bool:
     return not row["reason"]
 
 
-def _column(mapped: Dataset, mark: str, good: Sequence[int]) -> list[Any]:
+def column_of(mapped: Dataset, mark: str, good: Sequence[int]) -> list[Any]:
     """One mark of the rows that are kept, read from the table at once."""
     values = mapped.data.column(mark).to_pylist()
     return values if len(good) == len(values) else [values[i] for i in good]
@@ -190,15 +160,15 @@ def _column(mapped: Dataset, mark: str, good: Sequence[int]) -> list[Any]:
 def _count(mapped: Dataset, good: Sequence[int], report: MaskReport) -> None:
     """Fill in what is counted over the rows that are kept."""
     report.kept = len(good)
-    lengths = _column(mapped, "length", good)
-    report.tokens, report.trained_tokens = sum(lengths), sum(_column(mapped, "trained", good))
-    report.cut, report.normalized = sum(_column(mapped, "cut", good)), sum(_column(mapped, "normalized", good))
-    report.without_stop = _column(mapped, "stopped", good).count(False)
-    report.rules = Counter(rule for rule in _column(mapped, "rule", good) if rule)
+    lengths = column_of(mapped, "length", good)
+    report.tokens, report.trained_tokens = sum(lengths), sum(column_of(mapped, "trained", good))
+    report.cut, report.normalized = sum(column_of(mapped, "cut", good)), sum(column_of(mapped, "normalized", good))
+    report.without_stop = column_of(mapped, "stopped", good).count(False)
+    report.rules = Counter(rule for rule in column_of(mapped, "rule", good) if rule)
     report.lengths = quantiles(lengths)
 
 
-def _settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[int]:
+def settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[int]:
     """Count the rows that have a problem and raise once for all of them where their policy is `error`.
 
     Returns the indices of the rows that have none.
@@ -208,10 +178,10 @@ def _settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[
     if not any(reasons):
         return range(len(reasons))
     report.dropped = Counter(reason for reason in reasons if reason)
-    too_long = [i for i, reason in enumerate(reasons) if reason == TOO_LONG]
-    bad = [i for i, reason in enumerate(reasons) if reason and reason != TOO_LONG]
+    too_long = [i for i, reason in enumerate(reasons) if reason == policy.too_long]
+    bad = [i for i, reason in enumerate(reasons) if reason and reason != policy.too_long]
     if bad and policy.bad_rows == "error":
-        counts = "; ".join(f"{n:,} × {r}" for r, n in report.dropped.most_common() if r != TOO_LONG)
+        counts = "; ".join(f"{n:,} × {r}" for r, n in report.dropped.most_common() if r != policy.too_long)
         shown = [f"  {mapped[i]['problem']}" for i in bad[:_SHOWN]]
         if len(bad) > _SHOWN:
             shown.append(f"  ... and {len(bad) - _SHOWN:,} more")
@@ -223,16 +193,19 @@ def _settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[
     if too_long and policy.overflow == "error":
         lengths = quantiles(mapped.data.column("length").to_pylist())
         longest = lengths["100%"]
+        ways = "`overflow: drop` to leave them out, or `overflow: cut` to train their beginning without a stop token"
+        if policy.prompts:
+            ways = "`prompt_overflow: drop` to leave them out, or `prompt_overflow: truncate_left` to keep their end"
         raise DatasetError(
             f"{len(too_long):,} of {len(reasons):,} rows of the {report.name} dataset are longer than "
-            f"`max_length: {policy.max_length}` tokens (median {lengths['50%']}, 90% {lengths['90%']}, 99% "
-            f"{lengths['99%']}, longest {longest}; first row {too_long[0]}). Set `max_length: {longest}`, or "
-            "`overflow: drop` to leave them out, or `overflow: cut` to train their beginning without a stop token."
+            f"`{policy.length_field}: {policy.max_length}` tokens (median {lengths['50%']}, 90% {lengths['90%']}, 99% "
+            f"{lengths['99%']}, longest {longest}; first row {too_long[0]}). Set `{policy.length_field}: {longest}`, "
+            f"or {ways}."
         )
     return [i for i, reason in enumerate(reasons) if not reason]
 
 
-def _first(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
+def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
     sample = next(iter(dataset), None)
     if sample is None:
         raise DatasetError(f"The {name} dataset has no rows.")

@@ -21,8 +21,10 @@ class MaskReport:
     """Counts over one dataset.
 
     `rows` were read, `kept` are used; `dropped` counts by reason. Of the kept: `cut` were shortened to `max_length`,
-    `without_stop` end what they train without a stop token, `normalized` had whitespace changed by the template.
-    `lengths` are quantiles in tokens; `rules` counts how trained spans were found.
+    `cut_prompts` to `max_prompt_length` from the left, `without_stop` end what they train without a stop token,
+    `normalized` had whitespace changed by the template. `lengths` are quantiles in tokens; `longest` that of what
+    stands beside a prompt (`teacher`: the prompt it is shown, `reference`: the row with its own completion); `rules`
+    counts how trained spans were found.
     """
 
     name: str
@@ -32,6 +34,7 @@ class MaskReport:
     tokens: int = 0
     trained_tokens: int = 0
     cut: int = 0
+    cut_prompts: int = 0
     without_stop: int = 0
     normalized: int = 0
     template: str = ""
@@ -39,6 +42,7 @@ class MaskReport:
     dropped: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     lengths: dict[str, int] = field(default_factory=dict)
+    longest: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The report as a person reads it, one fact a line."""
@@ -56,6 +60,7 @@ class MaskReport:
         """What was not used as it came, one line each."""
         counts = [(n, f"dropped: {reason}") for reason, n in self.dropped.most_common()]
         counts += [
+            (self.cut_prompts, "cut at max_prompt_length: the model sees the end of their prompt"),
             (self.cut, "cut at max_length: they end without a stop token"),
             (self.without_stop - self.cut, "without a stop token: the template or tokenizer has none to train"),
             (self.normalized, "with whitespace changed by the chat template in what is trained"),

@@ -8,29 +8,33 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from ..rollout import uniform
 from ..types import IGNORE_INDEX
 
 
 class Slot(NamedTuple):
     """One place in a window of rows. `row` indexes the dataset; `weight` is 0 for a row that only fills the last
-    window; `first` is false for the repeats of a window, one a further micro-batch, which bring no row."""
+    window; `first` is false for the repeats of a window, one a further micro-batch, which bring no row; `draw` is the
+    place's own number in [0, 1), for what is decided row by row."""
 
     row: int
     weight: int
     first: bool
+    draw: float = 0.0
 
 
 class WindowSampler(Sampler[Slot]):
-    """Windows of `window` rows, each yielded `repeats` times: for a rollout once to be written, then once a further
-    micro-batch.
+    """Windows of `window` places, each yielded `repeats` times: for a rollout once to be written, then once a further
+    micro-batch. Every row takes `copies` places beside each other.
 
     The order of epoch e is the permutation seeded with `seed + e`, cut into windows; the last one is filled with the
     epoch's first rows at weight 0. Nothing else decides it, so it does not depend on how many processes share a
-    window, nor on where a run was stopped.
+    window, nor on where a run was stopped. `window` must be a multiple of `copies`.
     """
 
-    def __init__(self, data: Sized, *, window: int, repeats: int, seed: int, shuffle: bool = True):
-        self.num_rows, self.window, self.repeats = len(data), window, repeats
+    def __init__(self, data: Sized, *, window: int, repeats: int, seed: int, shuffle: bool = True, copies: int = 1):
+        assert window % copies == 0, f"a window of {window} places cannot hold whole groups of {copies}"
+        self.num_rows, self.rows_a_window, self.copies, self.repeats = len(data), window // copies, copies, repeats
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -45,18 +49,21 @@ class WindowSampler(Sampler[Slot]):
 
     def __iter__(self) -> Iterator[Slot]:
         order = self.order()
-        for start in range(0, len(order), self.window):
-            rows = [(row, 1) for row in order[start : start + self.window]]
-            rows += [(order[i % len(order)], 0) for i in range(self.window - len(rows))]
+        for start in range(0, len(order), self.rows_a_window):
+            rows = [(row, 1) for row in order[start : start + self.rows_a_window]]
+            rows += [(order[i % len(order)], 0) for i in range(self.rows_a_window - len(rows))]
             for repeat in range(self.repeats):
-                yield from (Slot(row, weight, repeat == 0) for row, weight in rows)
+                for row, weight in rows:
+                    for copy in range(self.copies):
+                        yield Slot(row, weight, repeat == 0, uniform(self.seed, self.epoch, row, copy))
 
     def __len__(self) -> int:
-        return -(-self.num_rows // self.window) * self.window * self.repeats
+        return -(-self.num_rows // self.rows_a_window) * self.rows_a_window * self.copies * self.repeats
 
 
 class PromptRows(Dataset):
-    """Prompts looked up by `Slot`, with their weight. A repeat's slot brings `None`: its rows are in the buffer."""
+    """Prompts looked up by `Slot`, with their weight and draw. A repeat's slot brings `None`: its rows are in the
+    buffer."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -65,7 +72,7 @@ class PromptRows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, slot: Slot) -> dict[str, Any] | None:
-        return {**self.rows[slot.row], "weight": slot.weight} if slot.first else None
+        return {**self.rows[slot.row], "weight": slot.weight, "draw": slot.draw} if slot.first else None
 
 
 class LabelledRows(Dataset):
@@ -91,24 +98,28 @@ class LabelledRows(Dataset):
 class PromptStream(IterableDataset):
     """The same windows over a streaming dataset, in the stream's own order."""
 
-    def __init__(self, rows: Any, *, window: int, repeats: int):
-        self.rows, self.window, self.repeats = rows, window, repeats
+    def __init__(self, rows: Any, *, window: int, repeats: int, seed: int, copies: int = 1):
+        self.rows, self.rows_a_window, self.repeats = rows, window // copies, repeats
+        self.seed, self.copies, self.epoch = seed, copies, 0
 
     def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any] | None]:
         held: list[dict[str, Any]] = []
-        for row in self.rows:
-            held.append({**row, "weight": 1})
-            if len(held) == self.window:
+        for number, row in enumerate(self.rows):
+            held.append({**row, "weight": 1, "number": number})
+            if len(held) == self.rows_a_window:
                 yield from self._window(held)
                 held = []
         if held:
-            yield from self._window(
-                held + [{**held[i % len(held)], "weight": 0} for i in range(self.window - len(held))]
-            )
+            missing = self.rows_a_window - len(held)
+            yield from self._window(held + [{**held[i % len(held)], "weight": 0} for i in range(missing)])
 
     def _window(self, held: list[dict[str, Any]]) -> Iterator[dict[str, Any] | None]:
-        yield from held
-        yield from [None] * (self.window * (self.repeats - 1))
+        for row in held:
+            number = row.pop("number")
+            for copy in range(self.copies):
+                yield {**row, "draw": uniform(self.seed, self.epoch, number, copy)}
+        yield from [None] * (self.rows_a_window * self.copies * (self.repeats - 1))

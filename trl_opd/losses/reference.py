@@ -58,7 +58,9 @@ def token_divergence(
     check_beta(beta)
     trained = labels != IGNORE_INDEX
     _require_trained(trained)
-    per_token = generalized_jsd(student_logits[trained], teacher_logits[trained].detach(), beta, temperature)  # (N,)
+    log_p = log_probs(student_logits[trained], temperature)  # (N, V)
+    log_q = log_probs(teacher_logits[trained].detach(), temperature)
+    per_token = generalized_jsd(log_p, log_q, beta)  # (N,)
     return per_token.mean(), trained.sum()
 
 

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
+
+from ..heads import Head, head_of, predicting_states
+from ..rollout import continue_prompts
+from ..types import TrainedPositions
+
+# Runs a function of an unwrapped model as the forward of its wrapper, so that what ZeRO and FSDP sharded is whole
+InForward = Callable[..., Any]
+
+
+class LocalTeacher:
+    """A frozen model, wrapped as the student is. `in_forward(wrapped, unwrapped, function, *args)` runs a function as
+    its
+    forward."""
+
+    def __init__(self, wrapped: nn.Module, unwrapped: nn.Module, in_forward: InForward):
+        self.wrapped, self.unwrapped, self.in_forward = wrapped, unwrapped, in_forward
+
+    def states(
+        self, student: nn.Module, batch: dict[str, Any], positions: TrainedPositions
+    ) -> tuple[torch.Tensor, Head]:
+        """States that predict the trained tokens, (N, H'), without gradient, and the head that scores them."""
+        with torch.no_grad():
+            hidden = self.in_forward(self.wrapped, self.unwrapped, predicting_states, self.unwrapped, batch, positions)
+        return hidden, head_of(self.unwrapped)
+
+    def write(self, student: nn.Module, prompts: list[list[int]], config: Any, **stops: Any) -> list[list[int]]:
+        """Completions of its own, sampled by a `GenerationConfig` (see `continue_prompts`)."""
+        return continue_prompts(self.unwrapped, prompts, config, **stops)
 
 
 def freeze(model: nn.Module) -> nn.Module:

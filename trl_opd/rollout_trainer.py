@@ -1,0 +1,353 @@
+"""The data side of on-policy distillation: prompts in order, completions from the student or the dataset, micro-batches
+that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from torch.utils.data import DataLoader, SequentialSampler
+
+from ._trl import global_then_local_main_first
+from .accuracy import ANSWER, can_verify, is_right
+from .configs import DistillationConfig
+from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
+from .data.prepare import RowPolicy, prepare_sft
+from .data.prompts import PromptColumns, prepare_prompts
+from .data.rows import DatasetError, RowFormat
+from .data.sampler import PromptRows, PromptStream, WindowSampler
+from .data.tokenize import Tokenization
+from .losses.objectives import Settings as LossSettings
+from .masking import check_batch
+from .rollout import (
+    completion_metrics,
+    counts_by_step,
+    horizon,
+    micro_batches,
+    rollout_seed,
+    rollout_table,
+    sampling,
+)
+from .teachers.adapter import AdapterTeacher
+from .teachers.local import LocalTeacher
+from .token_trainer import TokenLevelTrainer
+from .types import IGNORE_INDEX, FusedOutput, Rollout, TrainedPositions
+
+logger = get_logger(__name__)
+
+
+class RolloutTrainer(TokenLevelTrainer):
+    """Mixed into `trl.DistillationTrainer`, before it. Its `_generate_single_turn` is where the student writes."""
+
+    # what `trl.DistillationTrainer` and our own constructor bring
+    args: DistillationConfig
+    state: Any
+    model_wrapped: Any
+    train_dataset: Any
+    shuffle_dataset: bool | None
+    chat_template_kwargs: dict[str, Any]
+    pad_to_multiple_of: int | None
+    max_completion_length: int
+    eos_token_ids: list[int]
+    generation_config: Any
+    use_vllm: bool
+    vllm_generation: Any
+    log_completions: bool
+    teacher: LocalTeacher | AdapterTeacher
+    _tokenizer: Any
+    _logs: dict[str, Any]
+    _step: int
+    _train_batch_size: int
+    _get_dataloader: Callable[..., DataLoader]
+    _generate_single_turn: Callable[..., list[list[int]]]
+    _log_probs: Callable[..., FusedOutput]
+    _settings: LossSettings
+    _schedule: list[tuple[float, int]]
+    _shared_ids: int | torch.Tensor | None
+    _eval_batches: int
+
+    # --- data ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        return Tokenization(self._tokenizer, template_kwargs=self.chat_template_kwargs)
+
+    @property
+    def _row_format(self) -> RowFormat:
+        return RowFormat(prompt_column=self.args.dataset_prompt_column, system_prompt=self.args.system_prompt)
+
+    def _prompt_columns(self, references: bool) -> PromptColumns:
+        shared = self._shared_ids
+        known = frozenset(shared.tolist()) if isinstance(shared, torch.Tensor) else shared
+        return PromptColumns(references, self.args.teacher_prompt_column, known)
+
+    @property
+    def _prompt_policy(self) -> RowPolicy:
+        args = self.args
+        return RowPolicy(args.max_prompt_length, args.bad_rows, args.prompt_overflow, self._row_format, prompts=True)
+
+    def _prepare_train(self, dataset: Any) -> Any:
+        with global_then_local_main_first():
+            dataset, report = prepare_prompts(
+                dataset,
+                self._tokenization,
+                self._prompt_policy,
+                name="train",
+                columns=self._prompt_columns(references=self.args.lmbda < 1.0 and not self.args.seq_kd),
+                num_proc=self.args.dataset_num_proc,
+            )
+        self._note_report(report)
+        return dataset
+
+    def _prepare_evals(self, datasets: Any) -> Any:
+        if isinstance(datasets, dict):
+            return {name: self._prepare_eval(dataset, name) for name, dataset in datasets.items()}
+        return self._prepare_eval(datasets, "eval")
+
+    def _prepare_eval(self, dataset: Any, name: str) -> Any:
+        """Rows with a completion are scored on it; rows without get one from the student (see `eval_mode`)."""
+        columns = set(dataset.column_names or next(iter(dataset)))
+        if "prompt_ids" in columns or {"input_ids", "labels"} <= columns:
+            return dataset
+        has_completions = bool(columns & {"completion", "messages", "conversations", "input_ids"})
+        mode = self.args.eval_mode
+        if mode == "auto":
+            mode = "dataset" if has_completions else "generate"
+        elif mode == "dataset" and not has_completions:
+            raise DatasetError(
+                f"`eval_mode: dataset` needs a completion in every row of the {name} dataset; its columns are "
+                f"{sorted(columns)}. Set `eval_mode: generate`, or add a column `completion`."
+            )
+        self._check_accuracy_can_be_had(name, columns, mode)
+        what = (
+            "the completions of its rows" if mode == "dataset" else "completions the student samples from a fixed seed"
+        )
+        logger.info(f"{name}: the divergence is taken on {what} (eval_mode {mode})")
+        with global_then_local_main_first():
+            if mode == "dataset":
+                policy = RowPolicy(bad_rows=self.args.bad_rows, format=self._row_format)
+                dataset, report = prepare_sft(dataset, self._tokenization, policy, name=name)
+            else:
+                dataset, report = prepare_prompts(
+                    dataset, self._tokenization, self._prompt_policy, name=name, columns=self._prompt_columns(False)
+                )
+        self._note_report(report)
+        return dataset
+
+    def _check_accuracy_can_be_had(self, name: str, columns: set[str], mode: str) -> None:
+        if self.args.eval_accuracy:
+            if mode != "generate":
+                raise DatasetError(
+                    f"`eval_accuracy: true` needs completions of the student, but the {name} dataset is scored on its "
+                    "own (`eval_mode: dataset`). Set `eval_mode: generate`."
+                )
+            if ANSWER not in columns:
+                raise DatasetError(
+                    f"`eval_accuracy: true` needs a column `{ANSWER}` in the {name} dataset; its columns are "
+                    f"{sorted(columns)}."
+                )
+            if not can_verify():
+                raise DatasetError("`eval_accuracy: true` needs math-verify. Run: pip install trl-opd[math]")
+        elif self.args.eval_accuracy is None and mode == "generate" and ANSWER in columns and not can_verify():
+            logger.warning(f"{name}: no accuracy, though its rows have `{ANSWER}`: pip install trl-opd[math]")
+
+    @property
+    def _parts(self) -> int:
+        """Micro-batches that one rollout is cut into, on each rank."""
+        return self.args.steps_per_generation or self.args.gradient_accumulation_steps
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One window of prompts a rollout, `steps_per_generation` times as many batches as `Trainer` counts on."""
+        parts, per_rank = self._parts, self._train_batch_size
+        self._step, self._buffered_inputs = 0, None
+        rows: Any = PromptRows(self.train_dataset)
+        order = {
+            "window": per_rank * self.accelerator.num_processes * parts,
+            "repeats": parts,
+            "seed": self.args.seed,
+            "copies": self.args.num_generations,
+        }
+        if isinstance(self.train_dataset, IterableDataset):
+            stream = self.train_dataset.shuffle(seed=self.args.seed) if self.shuffle_dataset else self.train_dataset
+            rows = self._window_sampler = PromptStream(stream, **order)
+        else:
+            self._window_sampler = WindowSampler(rows, **order, shuffle=bool(self.shuffle_dataset))
+        return self._get_dataloader(
+            dataset=rows,
+            description="Training",
+            batch_size=per_rank * parts,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return self._window_sampler
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return SequentialSampler(eval_dataset)
+
+    # --- rollout ---------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """A window of rows -> the micro-batch that is due. The student writes once a window."""
+        if not self.model.training:
+            return self._prepare_eval_inputs(generation_batch)
+        parts, accumulation = self._parts, self.args.gradient_accumulation_steps
+        due = self._step % parts
+        if due == 0:
+            seed = rollout_seed(self.args.seed, self.state.global_step, self.accelerator.process_index)
+            self._buffered_inputs = self._roll_out(generation_batch, seed, parts)
+            if parts > accumulation and self._settings.objective == "policy_gradient":
+                self._note_sampled_log_probs(self._buffered_inputs)
+        if due % accumulation == 0 and parts > accumulation:
+            self._metrics["train"]["distill/staleness"].append(float(due // accumulation))
+        assert self._buffered_inputs is not None, "a window starts at its first micro-batch"
+        self._step_tokens, self._step_rows = self._window_counts[due // accumulation]
+        return self._buffered_inputs[due]
+
+    def _note_sampled_log_probs(self, batches: list[dict[str, Any]]) -> None:
+        """Keep what the student thought of its tokens when it wrote them: later steps weigh by what has changed."""
+        for batch in batches:
+            with torch.no_grad():
+                batch[SAMPLED] = self._in_wrapped_forward(
+                    self.model_wrapped, self._log_probs, dict(batch), batch[POSITIONS]
+                ).per_token.neg()
+
+    def _prepare_eval_inputs(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        if "labels" in rows[0]:
+            batch = self._to_device(pad_rows(rows, self._tokenizer.pad_token_id, self.pad_to_multiple_of))
+        else:
+            self._eval_batches += 1
+            seed = rollout_seed(self.args.seed, -self._eval_batches, self.accelerator.process_index)
+            batch = self._roll_out([{"weight": 1, **row} for row in rows], seed, parts=1)[0]
+        return batch
+
+    def _roll_out(self, rows: list[dict[str, Any]], seed: int, parts: int) -> list[dict[str, Any]]:
+        """Completions for some rows, counted over all ranks and cut into `parts` micro-batches on the device."""
+        rollout = self._completed(rows, seed)
+        table = rollout_table(rollout, self.eos_token_ids)
+        table = self.accelerator.gather(table.to(self.accelerator.device)).cpu()  # (R of all ranks, 7)
+        self._describe(rollout, table)
+        if self._mode == "eval" and self.args.eval_accuracy is not False and ANSWER in rows[0] and can_verify():
+            self._check_answers(rollout, [row[ANSWER] for row in rows])
+        # N is counted an optimizer step: over its micro-batches, on every rank
+        steps = max(parts // self.args.gradient_accumulation_steps, 1)
+        self._window_counts = counts_by_step(table, self.accelerator.num_processes, steps)
+        batches = []
+        for i, indices in enumerate(micro_batches(len(rows), parts)):
+            batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.pad_to_multiple_of)
+            if self.args.strict_masks:
+                check_batch(batch["input_ids"], batch["labels"], batch["attention_mask"])
+            tokens = self._window_counts[i * steps // parts][0]
+            batches.append(self._to_device(batch) | {NUM_ITEMS: torch.tensor(tokens, device=self.accelerator.device)})
+        return batches
+
+    def _completed(self, rows: list[dict[str, Any]], seed: int) -> Rollout:
+        """Each row with its completion: the student's where its draw falls below `lmbda`, else the dataset's or the
+        teacher's."""
+        lmbda = self.args.lmbda if self.model.training else 1.0
+        on_policy = [row.get("draw", -1.0) < lmbda for row in rows]
+        prompts = [list(row["prompt_ids"]) for row in rows]
+        shown = [list(row["teacher_prompt_ids"]) for row in rows] if "teacher_prompt_ids" in rows[0] else None
+        self._set_horizon()
+        own = [prompt for prompt, on in zip(prompts, on_policy, strict=True) if on]
+        with sampling(self.model, seed, self.accelerator.device):
+            written = iter(self._on_every_rank(own, prompts, self._student_completions))
+        if self.args.seq_kd and lmbda < 1.0:
+            asked = [prompt for prompt, on in zip(shown or prompts, on_policy, strict=True) if not on]
+            with sampling(self.model, seed ^ 1, self.accelerator.device):
+                dictated = iter(self._on_every_rank(asked, prompts, self._teacher_completions))
+        prompt_ids, completion_ids, labels = [], [], []
+        for row, prompt, on in zip(rows, prompts, on_policy, strict=True):
+            if on or self.args.seq_kd:
+                completion = trained = list(next(written if on else dictated))
+                if on and self._is_truncated(completion):
+                    trained = [IGNORE_INDEX] * len(completion)
+            else:
+                ids, marks = row["reference_ids"], row["reference_labels"]
+                start = next(i for i, label in enumerate(marks) if label != IGNORE_INDEX)
+                prompt, completion, trained = ids[:start], ids[start:], marks[start:]
+            prompt_ids.append(prompt)
+            completion_ids.append(completion)
+            labels.append(trained if row["weight"] else [IGNORE_INDEX] * len(completion))
+        return Rollout(prompt_ids, completion_ids, labels, [row["weight"] for row in rows], on_policy, shown)
+
+    def _is_truncated(self, completion: list[int]) -> bool:
+        """Whether `mask_truncated_completions` leaves a completion out: at its full length without a stop token."""
+        if not (self.args.mask_truncated_completions and self.model.training):
+            return False
+        return len(completion) >= self.max_completion_length and completion[-1] not in self.eos_token_ids
+
+    def _on_every_rank(self, prompts: list[list[int]], window: list[list[int]], write: Any) -> list[list[int]]:
+        """`write(prompts)`. Where another rank writes, this one does too, if only to throw it away: ZeRO-3 and FSDP
+        need every rank in every forward."""
+        wanted = torch.tensor(len(prompts), device=self.accelerator.device)
+        if not int(self.accelerator.reduce(wanted)):
+            return []
+        completions = write(prompts or window[:1])
+        return completions if prompts else []
+
+    def _student_completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        return self._generate_single_turn(prompts, None, {})
+
+    def _set_horizon(self) -> None:
+        """The rollout's length by the schedule; an evaluation has the full one."""
+        if not self._schedule:
+            return
+        length = self.max_completion_length
+        if self._mode == "train":
+            length = horizon(self._schedule, self.state.global_step / max(self.state.max_steps, 1))
+            self._metrics["train"]["distill/horizon"].append(float(length))
+        self.generation_config.max_new_tokens = length
+        if self.use_vllm:
+            self.vllm_generation.max_completion_length = length
+
+    def _teacher_completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        """What the teacher writes, sampled as the student is (`seq_kd`)."""
+        return self.teacher.write(
+            self.accelerator.unwrap_model(self.model),
+            prompts,
+            self.generation_config,
+            pad_token_id=self._tokenizer.pad_token_id,
+            stop_ids=self.eos_token_ids,
+        )
+
+    def _check_answers(self, rollout: Rollout, answers: list[Any]) -> None:
+        texts = self._tokenizer.batch_decode(rollout.completion_ids, skip_special_tokens=True)
+        right = torch.tensor([float(is_right(*pair)) for pair in zip(texts, answers, strict=True)])
+        right = self.accelerator.gather_for_metrics(right.to(self.accelerator.device))
+        self._sums["eval"].add("accuracy", right.sum(), right.numel())
+
+    def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        device = self.accelerator.device
+        return {
+            key: self._to_device(value)
+            if isinstance(value, dict)
+            else value.to(device, non_blocking=True)
+            if isinstance(value, (torch.Tensor, TrainedPositions))
+            else value
+            for key, value in batch.items()
+        }
+
+    def _describe(self, rollout: Rollout, table: torch.Tensor) -> None:
+        """TRL's `completions/*` and `num_tokens`, and the texts where `log_completions` asks for them."""
+        metrics = self._metrics[self._mode]
+        for name, value in completion_metrics(table).items():
+            metrics[name].append(value)
+        counted = max(int(table[:, 5].sum()), 1)
+        if self.args.lmbda < 1.0 and self._mode == "train":
+            metrics["distill/on_policy_rows"].append(int(table[:, 4].sum()) / counted)
+        if self.args.mask_truncated_completions:
+            masked = ((table[:, 3] == 0) & (table[:, 1] > 0) & (table[:, 4] > 0)).sum()
+            metrics["distill/masked_completions"].append(int(masked) / counted)
+        if self._mode == "train":
+            self.state.num_input_tokens_seen += int(table[:, :2].sum())
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        if self.log_completions:
+            for name, ids in (("prompt", rollout.prompt_ids), ("completion", rollout.completion_ids)):
+                texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+                self._logs[name].extend(gather_object(texts))
