@@ -184,6 +184,22 @@ def test_a_privileged_prompt_is_seen_by_the_teacher_alone_on_the_same_tokens(tmp
     assert_same_gradients(ours, gradients_of(loss, student), rtol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_evaluation_on_completions_shows_the_teacher_its_own_prompt(tmp_path, batch):
+    rows = text_rows(4).map(lambda row: {"hint": "psst " + row["prompt"]})
+    options = {"teacher_prompt_column": "hint", "per_device_eval_batch_size": batch}
+    trainer, _ = build(*OURS, tmp_path, rows=rows, eval_rows=rows, **options)
+    (student, teacher), tok = pair(), tokenizer()
+
+    def per_token(prompt, completion):
+        hint = tok("psst " + tok.decode(prompt))["input_ids"]
+        log_p, _ = log_pq(student, teacher, prompt, completion)
+        return losses.reverse_kl(log_p, log_pq(student, teacher, hint, completion)[1])
+
+    expected = mean_over_tokens(rows_of(), per_token).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_privileged_prompt_with_the_base_as_teacher(tmp_path):
     rows = text_rows(4).map(lambda row: {"hint": "psst " + row["prompt"]}).remove_columns("completion")
     options = {"teacher_prompt_column": "hint", "teacher_kind": "base"}

@@ -128,12 +128,13 @@ class RolloutTrainer(TokenLevelTrainer):
         )
         logger.info(f"{name}: the divergence is taken on {what} (eval_mode {mode})")
         with global_then_local_main_first():
-            if mode == "dataset":
+            if mode == "dataset" and self.args.teacher_prompt_column is None:
                 policy = RowPolicy(bad_rows=self.args.bad_rows, format=self._row_format)
                 dataset, report = prepare_sft(dataset, self._tokenization, policy, name=name)
             else:
+                columns_of = self._prompt_columns(references=mode == "dataset")
                 dataset, report = prepare_prompts(
-                    dataset, self._tokenization, self._prompt_policy, name=name, columns=self._prompt_columns(False)
+                    dataset, self._tokenization, self._prompt_policy, name=name, columns=columns_of
                 )
         self._note_report(report)
         return dataset
@@ -218,13 +219,17 @@ class RolloutTrainer(TokenLevelTrainer):
                 ).per_token.neg()
 
     def _prepare_eval_inputs(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        pad = self._tokenizer.pad_token_id, self.pad_to_multiple_of
         if "labels" in rows[0]:
-            batch = self._to_device(pad_rows(rows, self._tokenizer.pad_token_id, self.pad_to_multiple_of))
-        else:
-            self._eval_batches += 1
-            seed = rollout_seed(self.args.seed, -self._eval_batches, self.accelerator.process_index)
-            batch = self._roll_out([{"weight": 1, **row} for row in rows], seed, parts=1)[0]
-        return batch
+            return self._to_device(pad_rows(rows, *pad))
+        if "reference_ids" in rows[0]:
+            prompts, completions, labels = map(list, zip(*(_reference(row) for row in rows), strict=True))
+            shown = [row["teacher_prompt_ids"] for row in rows]
+            given = Rollout(prompts, completions, labels, [1] * len(rows), [False] * len(rows), shown)
+            return self._to_device(pad_rollout(given, range(len(rows)), *pad))
+        self._eval_batches += 1
+        seed = rollout_seed(self.args.seed, -self._eval_batches, self.accelerator.process_index)
+        return self._roll_out([{"weight": 1, **row} for row in rows], seed, parts=1)[0]
 
     def _roll_out(self, rows: list[dict[str, Any]], seed: int, parts: int) -> list[dict[str, Any]]:
         """Completions for some rows, counted over all ranks and cut into `parts` micro-batches on the device."""
@@ -268,9 +273,7 @@ class RolloutTrainer(TokenLevelTrainer):
                 if on and self._is_truncated(completion):
                     trained = [IGNORE_INDEX] * len(completion)
             else:
-                ids, marks = row["reference_ids"], row["reference_labels"]
-                start = next(i for i, label in enumerate(marks) if label != IGNORE_INDEX)
-                prompt, completion, trained = ids[:start], ids[start:], marks[start:]
+                prompt, completion, trained = _reference(row)
             prompt_ids.append(prompt)
             completion_ids.append(completion)
             labels.append(trained if row["weight"] else [IGNORE_INDEX] * len(completion))
@@ -351,3 +354,10 @@ class RolloutTrainer(TokenLevelTrainer):
             for name, ids in (("prompt", rollout.prompt_ids), ("completion", rollout.completion_ids)):
                 texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
                 self._logs[name].extend(gather_object(texts))
+
+
+def _reference(row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+    """Prompt, completion and the completion's labels of a row with its own completion."""
+    ids, labels = row["reference_ids"], row["reference_labels"]
+    start = next(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
+    return ids[:start], ids[start:], labels[start:]
