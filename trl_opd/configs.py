@@ -52,6 +52,10 @@ def _system_prompt() -> Any:
     )
 
 
+def _chat_template() -> Any:
+    return field(default=None, metadata={"help": "Chat template, as Jinja text; it is saved with the tokenizer."})
+
+
 def _disable_dropout() -> Any:
     return field(
         default=None,
@@ -93,6 +97,7 @@ class SFTConfig(trl.SFTConfig):
         metadata={"help": "Train the empty `<think></think>` that a chat template puts before an answer without one."},
     )
     system_prompt: str | None = _system_prompt()
+    chat_template: str | None = _chat_template()
     disable_dropout: bool | None = _disable_dropout()
 
     def __post_init__(self) -> None:
@@ -113,6 +118,8 @@ class DistillationConfig(trl.DistillationConfig):
     strict_masks: bool = _strict_masks()
     bad_rows: str = _bad_rows()
     system_prompt: str | None = _system_prompt()
+    chat_template: str | None = _chat_template()
+    eos_token: str | None = field(default=None, metadata={"help": "Token that ends a turn, as in `SFTConfig`."})
     dataset_num_proc: int | None = field(
         default=None, metadata={"help": "Number of processes that tokenize the prompts."}
     )
@@ -335,7 +342,8 @@ def _check_rollouts(args: Any) -> None:
         raise ValueError(
             f"num_generations is {args.num_generations}, but a rollout holds {window} completions "
             f"(per_device_train_batch_size {args.per_device_train_batch_size} × steps_per_generation "
-            f"{args.steps_per_generation} × {args.world_size} processes), which is no multiple of it."
+            f"{args.steps_per_generation} × {args.world_size} processes), which is no multiple of it. Set "
+            f"`num_generations` to a divisor of {window}, or `per_device_train_batch_size: {args.num_generations}`."
         )
     if args.seq_kd and args.lmbda == 1.0:
         raise ValueError(

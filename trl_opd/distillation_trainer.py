@@ -21,6 +21,7 @@ from .losses.objectives import Settings as LossSettings
 from .losses.reduce import global_mean
 from .rollout import parse_schedule
 from .rollout_trainer import RolloutTrainer
+from .student_setup import open_adapter, set_up_tokenizer
 from .teacher_setup import TeacherTokens, compare_tokens, find_teacher, place_anchor, place_teacher, restrict_sampling
 from .token_trainer import gather_heads
 from .types import FusedOutput, TrainedPositions
@@ -69,6 +70,12 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 "Context and sequence parallelism (`parallelism_config`) are not supported for distillation, which "
                 "counts whole rows. Use DDP, FSDP or DeepSpeed ZeRO."
             )
+        start = model  # where the anchor begins: its name, or the model itself
+        model, processing_class = open_adapter(
+            model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
+        )
+        quantization_config = quantization_config if isinstance(model, str) else None
+        processing_class = set_up_tokenizer(model, processing_class, args, args.eos_token)
         teacher = find_teacher(model, teacher_model, args, peft_config)
         # TRL gets no teacher: it would compare sizes only, where ids have to be compared
         with adapters_on_the_head():
@@ -91,7 +98,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             tokens = compare_tokens(self.model, self._tokenizer, teacher, args.trust_remote_code)
         self.teacher_chat_template, self._shared_ids = tokens.chat_template, tokens.shared_ids
         restrict_sampling(self, teacher, self._shared_ids)
-        self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(model, self)
+        self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
         self.teacher_model = getattr(self.teacher, "wrapped", None)
 
         self._start_accounting()

@@ -16,11 +16,29 @@ _SHORT = {
     "mean_token_accuracy": "accuracy",
     "sft/num_tokens_per_step": "tokens/step",
     "distill/num_tokens_per_step": "tokens/step",
+    "distill/top1_agreement": "agreement",
+    "distill/reward": "reward",
+    "distill/sft_loss": "sft loss",
+    "distill/anchor_kl": "anchor kl",
+    "distill/on_policy_rows": "on policy",
+    "distill/horizon": "horizon",
     "completions/mean_length": "length",
     "completions/clipped_ratio": "clipped",
     "step_time": "s/step",
 }
-_HIDDEN = ("epoch", "num_tokens", "total_flos", "completions/min_", "completions/max_", "completions/mean_terminated")
+_HIDDEN = (
+    "epoch",
+    "num_tokens",
+    "total_flos",
+    "completions/min_",
+    "completions/max_",
+    "completions/mean_terminated",
+    "distill/teacher_entropy",
+    "distill/forward_kl",
+    "distill/reverse_kl",
+    "distill/reward_",
+    "distill/repetition",
+)
 
 
 def line(logs: dict[str, Any], step: int) -> str:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import huggingface_hub
 import transformers
 import trl
 from accelerate import PartialState
@@ -29,11 +30,13 @@ from .checks.preflight import (
     trained_stops,
 )
 from .data.load import load_splits, pick_split
+from .data.mixture import Mixture, load_mixture
 from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
 from .errors import UsageError
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
+from .student_setup import is_adapter_folder
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +105,17 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
+    other_tokenizer = None  # the model's own
+    if settings.tokenizer is not None:
+        other_tokenizer = transformers.AutoProcessor.from_pretrained(
+            settings.tokenizer, trust_remote_code=args.trust_remote_code
+        )
     common = {
         "model": model_args.model_name_or_path,
         "args": args,
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
+        "processing_class": other_tokenizer,
         "quantization_config": trl.get_quantization_config(model_args),
         "peft_config": trl.get_peft_config(model_args),
     }
@@ -138,6 +147,8 @@ def remove_if_empty(folder: str) -> None:
 def check_model_is_there(model_args: Any, trust_remote_code: bool) -> None:
     """Raise `ValueError` naming the key where the model's config cannot be read."""
     name = model_args.model_name_or_path
+    if is_adapter_folder(name):
+        return  # it has no config of its own; its base is looked for when it is opened
     try:
         transformers.AutoConfig.from_pretrained(
             name, revision=model_args.model_revision, trust_remote_code=trust_remote_code
@@ -153,10 +164,12 @@ def load_rows(settings: Settings) -> tuple[Any, Any]:
     """Train rows, and eval rows where the run evaluates. Raises `DatasetError` or `UsageError` naming the key."""
     script, args = settings.script, settings.training
     wants_eval = args.eval_strategy != "no" or args.do_eval
-    if settings.mixture.datasets:
+    mixture = settings.mixture
+    if mixture.datasets:
+        name = mixture.key if isinstance(mixture, Mixture) else "datasets"
         if script.dataset_name:
-            raise UsageError("both `datasets` and `dataset_name` are set: leave one of them out")
-        name, splits = "datasets", trl.get_dataset(settings.mixture)
+            raise UsageError(f"both `{name}` and `dataset_name` are set: leave one of them out")
+        splits = load_mixture(mixture) if isinstance(mixture, Mixture) else trl.get_dataset(mixture)
     elif script.dataset_name:
         name = script.dataset_name
         splits = load_splits(
@@ -213,6 +226,15 @@ def write_mask_report(trainer: Any) -> None:
     os.replace(path + ".part", path)
 
 
+def make_branch(trainer: Any) -> None:
+    """Make the branch that `hub_revision` names: a push to one that does not exist is refused."""
+    args = trainer.args
+    if args.push_to_hub and args.hub_revision and trainer.is_world_process_zero():
+        huggingface_hub.create_branch(
+            trainer.hub_model_id, branch=args.hub_revision, token=args.hub_token, exist_ok=True
+        )
+
+
 def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
     """Train, save, evaluate, push: what a user finds in `output_dir` afterwards."""
     args = trainer.args
@@ -221,6 +243,7 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
         summary.show(summary.start_table(trainer, teacher, checkpoint))
         summary.show_samples(trainer, 2, longest=600)
         write_mask_report(trainer)
+    make_branch(trainer)
     result = trainer.train(resume_from_checkpoint=checkpoint)
 
     metrics = result.metrics

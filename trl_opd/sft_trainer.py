@@ -31,6 +31,7 @@ from .data.tokenize import Tokenization
 from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
+from .student_setup import open_adapter, set_up_tokenizer
 from .token_trainer import TokenLevelTrainer, gather_heads
 from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
@@ -65,6 +66,11 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         # TRL cuts what is too long without a word: a config of its own means that, and we count it
         args = upgrade_config(args, SFTConfig, f"{name.split('/')[-1]}-SFT", overflow="cut")
+        model, processing_class = open_adapter(
+            model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
+        )
+        quantization_config = quantization_config if isinstance(model, str) else None
+        processing_class = set_up_tokenizer(model, processing_class, args)
         self._train_on = _train_on(args)
         # our masks need no {% generation %} in the template, and TRL refuses templates without it
         assistant_only, args.assistant_only_loss = args.assistant_only_loss, False

@@ -19,7 +19,7 @@ from .objectives import Settings, is_divergence, score
 from .products import accumulate, project, pull
 
 # What the fp32 (n, V) buffers of one chunk may take together. A GPU needs more tokens a chunk to be busy.
-CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 160 << 20, 1 << 30
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 128 << 20, 1 << 30
 # On a CPU the chunk is scored a few rows at a time, which stay in the cache: only both logits are as large as a chunk.
 # A GPU scores it whole: logits, log p, log q, p, g and temporaries.
 _CPU_BUFFERS, _GPU_BUFFERS = 2, 8

@@ -1,0 +1,73 @@
+"""The model that is trained, where it is an adapter from an earlier run: opened on its base, to go on training it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoProcessor, AutoTokenizer
+
+logger = get_logger(__name__)
+
+
+def is_adapter_folder(model: Any) -> bool:
+    """Whether a model is given as a folder that holds an adapter only."""
+    return isinstance(model, str) and os.path.isfile(os.path.join(model, "adapter_config.json"))
+
+
+def open_adapter(
+    model: Any, processing_class: Any, args: Any, *, quantization_config: Any, peft_config: Any
+) -> tuple[Any, Any]:
+    """Model and tokenizer; a folder with an adapter becomes its base with that adapter, which is trained further.
+
+    transformers would load it frozen, and training would then change the base. Raises `ValueError` where `peft_config`
+    asks for another adapter besides.
+    """
+    if not is_adapter_folder(model):
+        return model, processing_class
+    if peft_config is not None:
+        raise ValueError(
+            f"`model_name_or_path: {model}` is an adapter already, and `use_peft` (or `peft_config`) asks for another. "
+            "Leave it out to go on training this one, or merge it into its base first."
+        )
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    args.model_init_kwargs = None  # they are used here; TRL refuses them with a loaded model
+    if isinstance(kwargs.get("dtype"), str) and kwargs["dtype"] != "auto":
+        kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+    kwargs.setdefault("dtype", None)
+    if kwargs["dtype"] is None:
+        kwargs["dtype"] = "auto"
+    if quantization_config is not None:
+        kwargs["quantization_config"] = quantization_config
+    opened = AutoPeftModelForCausalLM.from_pretrained(model, is_trainable=True, **kwargs)
+    base = opened.peft_config["default"].base_model_name_or_path
+    logger.info(f"{model} is an adapter: it is trained further on its base {base}")
+    if processing_class is None:
+        processing_class = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
+    return opened, processing_class
+
+
+def set_up_tokenizer(model: Any, processing_class: Any, args: Any, eos_token: str | None = None) -> Any:
+    """The tokenizer with the `chat_template` of the config and this stop token, where they are asked for.
+
+    `None` where it is to be the model's own as it is. Raises `ValueError` for a stop token that it does not have.
+    """
+    if args.chat_template is None and eos_token is None:
+        return processing_class
+    if processing_class is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        revision = (args.model_init_kwargs or {}).get("revision")
+        processing_class = AutoProcessor.from_pretrained(
+            name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one inside
+    if args.chat_template is not None:
+        processing_class.chat_template = tokenizer.chat_template = args.chat_template
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise ValueError(f"`eos_token: {eos_token}` is no token of this model's tokenizer. Set one that it has.")
+        tokenizer.eos_token = eos_token
+    return processing_class
