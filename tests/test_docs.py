@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from trl_opd import recipes
+from trl_opd import recipes, shipped
 from trl_opd.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES.append(ROOT / "trl_opd" / "recipes" / "README.md")
 RECIPES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
@@ -26,7 +27,7 @@ def test_commands_name_what_exists(command):
     assert name in COMMANDS
     recipe = rest[rest.index("--config") + 1] if "--config" in rest else None
     if recipe and "/" in recipe:
-        assert (ROOT / recipe).exists(), recipe
+        assert (ROOT / recipe).exists() or recipe in shipped.recipe_names(), recipe
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)

@@ -203,7 +203,7 @@ SFT: dict[str, Rule] = {
 
 DISTILL: dict[str, Rule] = {
     "max_new_tokens": _max_new_tokens,
-    "group_by_length": unused("micro-batches are cut by length anyway"),
+    "group_by_length": unused("prompts come in the order of the seed"),
     "chat_template_path": _template_file,
     **dict.fromkeys(["max_length", "max_seq_length"], _GKD_LENGTH),
     **dict.fromkeys(["packing", "packing_strategy", "eval_packing", "padding_free"], _WITHOUT_PACKING),

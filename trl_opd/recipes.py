@@ -15,17 +15,22 @@ from . import old_keys
 from .configs import DistillationConfig, SFTConfig
 from .errors import UsageError
 from .grpo_keys import GRPO_ONLY
+from .shipped import find_recipe
 
 CONFIGS: dict[str, type] = {"sft": SFTConfig, "distill": DistillationConfig}
 
 _EPILOG = {
     "sft": """examples:
   trl-opd sft --config recipe.yaml
-  trl-opd sft --model_name_or_path ./model --dataset_name rows.jsonl --output_dir out --max_steps 10""",
+  trl-opd sft --model_name_or_path ./model --dataset_name rows.jsonl --output_dir out --max_steps 10
+recipes that come with the package: trl-opd recipes list
+several processes: add --accelerate_config NAME|PATH --num_processes N""",
     "distill": """examples:
   trl-opd distill --config recipe.yaml
   trl-opd distill --model_name_or_path ./student --teacher_model_name_or_path ./teacher --dataset_name prompts.jsonl \
---output_dir out""",
+--output_dir out
+recipes that come with the package: trl-opd recipes list
+several processes: add --accelerate_config NAME|PATH --num_processes N""",
 }
 
 
@@ -75,7 +80,7 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     first = _Parser((), add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     recipe_path = first.parse_known_args(argv)[0].config
-    reading = old_keys.translate(job, {} if recipe_path is None else read_recipe(recipe_path), argv)
+    reading = old_keys.translate(job, {} if recipe_path is None else read_recipe(find_recipe(recipe_path)), argv)
     recipe, argv = reading.recipe, reading.argv
     for name, value in (recipe.pop("env", None) or {}).items():
         os.environ[name] = str(value)

@@ -3,6 +3,6 @@
 import sys
 
 if __name__ == "__main__":
-    from trl_opd.run import main
+    from trl_opd.launch import main
 
     sys.exit(main("sft", sys.argv[1:]))

@@ -10,6 +10,7 @@ COMMANDS = {
     "sft": "supervised fine-tuning, on teacher rollouts or any other rows",
     "distill": "on-policy distillation: the student writes, the teacher grades every token",
     "check": "look at a recipe, its rows and masks, up to the first loss, without training",
+    "recipes": "list the recipes that come with the package, or copy one",
     "demo": "both jobs on a tiny model built from scratch: offline, no GPU, a few minutes",
     "env": "the versions and devices that a bug report needs",
 }

@@ -2,6 +2,6 @@
 
 
 def main(argv: list[str]) -> int:
-    from trl_opd.run import main as run
+    from trl_opd.launch import main as launch
 
-    return run("sft", argv)
+    return launch("sft", argv)
