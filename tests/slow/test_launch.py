@@ -82,9 +82,20 @@ def test_a_launcher_that_starts_fewer_is_an_error(folder):
     assert not (folder / "out").exists()
 
 
-def test_an_error_in_the_processes_is_an_error_of_the_command(folder):
-    done = run([*CLI, "sft", "--num_processes", "2", "--learning_rrate", "1"], folder)
-    assert done.returncode != 0 and done.stderr.count("did you mean `--learning_rate`?") == 1
+WAYS = {
+    "trl-opd": [*CLI, "sft"],
+    "--num_processes": [*CLI, "sft", "--num_processes", "2"],
+    "python -m": [sys.executable, "-m", "trl_opd.run_sft"],
+    "accelerate launch": [*ACCELERATE, "--cpu", "-m", "trl_opd.run_sft"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unknown_key_is_an_error_once_from_every_way_of_starting(folder, way):
+    (folder / "recipe.yaml").write_text("learning_rrate: 1.0e-5\noutput_dir: out\n")
+    done = run([*WAYS[way], "--config", "recipe.yaml"], folder)
+    assert done.returncode != 0 and done.stderr.count("did you mean `learning_rate`?") == 1, done.stderr[-2000:]
+    assert not (folder / "out").exists()
 
 
 def test_the_wheel_brings_its_recipes(folder):
