@@ -331,6 +331,7 @@ def test_evaluation_logs_both_divergences_and_can_choose_the_best_model(tmp_path
 def test_the_best_model_is_kept_by_a_metric_of_the_evaluation(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_distill/reverse_kl"}
+    best["greater_is_better"] = False
     trainer, _ = build(*OURS, tmp_path, fixed=False, eval_rows=text_rows(3), learning_rate=0.05, **options, **best)
     trainer.train()
     values = [log["eval_distill/reverse_kl"] for log in trainer.state.log_history if "eval_loss" in log]

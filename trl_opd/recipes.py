@@ -20,17 +20,19 @@ from .shipped import find_recipe
 CONFIGS: dict[str, type] = {"sft": SFTConfig, "distill": DistillationConfig}
 
 _EPILOG = {
-    "sft": """examples:
+    "sft": """recipes that come with the package: trl-opd recipes list
+several processes: --accelerate_config NAME|PATH --num_processes N
+
+examples:
   trl-opd sft --config recipe.yaml
-  trl-opd sft --model_name_or_path ./model --dataset_name rows.jsonl --output_dir out --max_steps 10
-recipes that come with the package: trl-opd recipes list
-several processes: add --accelerate_config NAME|PATH --num_processes N""",
-    "distill": """examples:
+  trl-opd sft --model_name_or_path ./model --dataset_name rows.jsonl --output_dir out --max_steps 10""",
+    "distill": """recipes that come with the package: trl-opd recipes list
+several processes: --accelerate_config NAME|PATH --num_processes N
+
+examples:
   trl-opd distill --config recipe.yaml
   trl-opd distill --model_name_or_path ./student --teacher_model_name_or_path ./teacher --dataset_name prompts.jsonl \
---output_dir out
-recipes that come with the package: trl-opd recipes list
-several processes: add --accelerate_config NAME|PATH --num_processes N""",
+--output_dir out""",
 }
 
 

@@ -57,7 +57,7 @@ else:
         arguments |= {"lmbda": 0.5, "sft_weight": 0.3, "anchor_weight": 0.2}
     if job == "base":
         arguments |= {"teacher_kind": "base"}
-    args = DistillationConfig(out + ".d", **arguments)
+    args = DistillationConfig(out + ".d", max_completion_length=64, **arguments)
     teacher = None if job == "base" else qwen3(1, hidden=48)
     trainer = cls(
         args=args,
