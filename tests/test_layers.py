@@ -23,6 +23,7 @@ LAYERS = {
     "_trl": 3,
     "checks": 3,
     "configs": 3,
+    "config_checks": 3,
     "old_keys": 3,
     "key_rules": 3,
     "grpo_keys": 3,

@@ -9,8 +9,9 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-from .losses.fused import Gather, HeadTransform, SharedIds, chunked_module_loss, fused_linear_loss
+from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
 from .losses.objectives import Settings
+from .losses.shared_ids import SharedIds
 from .masking import select_predicting
 from .types import FusedOutput, TrainedPositions
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..types import FusedOutput
 from .objectives import Settings, is_divergence, score
 from .products import accumulate, project, pull
+from .shared_ids import SharedIds, all_rows, shared_columns, shared_rows, shared_targets
 
 # What the fp32 (n, V) buffers of one chunk may take together. A GPU needs more tokens a chunk to be busy.
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 128 << 20, 1 << 30
@@ -26,7 +27,6 @@ _CPU_BUFFERS, _GPU_BUFFERS = 2, 8
 _CACHE_BYTES = 2 << 20
 
 Gather = Callable[..., AbstractContextManager[Any]]
-SharedIds = int | torch.Tensor | None
 
 
 def _no_gather(*_: torch.Tensor | None) -> AbstractContextManager[Any]:
@@ -101,7 +101,7 @@ class _FusedHead(torch.autograd.Function):
                 if d_head is not None:
                     accumulate(d_head, logits, states)
             per_token, metrics = results.per_token, results.metrics
-            ctx.gradients = d_hidden, _all_rows(d_head, weight, ids), _all_rows(d_bias, bias, ids)
+            ctx.gradients = d_hidden, all_rows(d_head, weight, ids), all_rows(d_bias, bias, ids)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(per_token, *metrics.values())
         return per_token.sum(), per_token, tuple(metrics), *metrics.values()
@@ -286,43 +286,6 @@ def chunked_module_loss(
     ]
     per_token, metrics = _joined(parts)
     return FusedOutput(per_token.sum(), per_token.detach(), metrics)
-
-
-# --- ids that both vocabularies have -------------------------------------------------------------------------------
-
-
-def shared_rows(weight: Any, shared_ids: SharedIds) -> Any:
-    """Rows (V, …) of a head -> those of the shared ids (S, …). A view where they are the first ones."""
-    if weight is None or shared_ids is None:
-        return weight
-    return weight[:shared_ids] if isinstance(shared_ids, int) else weight.index_select(0, shared_ids)
-
-
-def shared_columns(logits: Any, shared_ids: SharedIds) -> Any:
-    """Logits (n, V) -> those of the shared ids (n, S)."""
-    if logits is None or shared_ids is None:
-        return logits
-    return logits[:, :shared_ids] if isinstance(shared_ids, int) else logits.index_select(1, shared_ids)
-
-
-def shared_targets(targets: torch.Tensor | None, shared_ids: SharedIds) -> torch.Tensor | None:
-    """Token ids (N,) -> where they stand among the shared ids. Every target must be one of them."""
-    if targets is None or not isinstance(shared_ids, torch.Tensor):
-        return targets
-    index = torch.searchsorted(shared_ids, targets)
-    found = shared_ids[index.clamp(max=len(shared_ids) - 1)] == targets
-    return torch.where(found, index, len(shared_ids))  # what is not shared points outside, where `gather` raises
-
-
-def _all_rows(gradient: Any, weight: Any, shared_ids: SharedIds) -> Any:
-    """A gradient by shared rows (S, …) -> by all rows of `weight` (V, …), 0 for the others."""
-    if gradient is None or shared_ids is None:
-        return gradient
-    whole = torch.zeros_like(weight, dtype=gradient.dtype)
-    if isinstance(shared_ids, int):
-        whole[:shared_ids] = gradient
-        return whole
-    return whole.index_copy_(0, shared_ids, gradient)
 
 
 # --- parts of a pass -----------------------------------------------------------------------------------------------

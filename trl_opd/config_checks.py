@@ -1,0 +1,110 @@
+"""What the configs' values must be: each check raises `ValueError` with field, value, why, and what to set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ._trl import is_accelerator_there
+from .rollout import parse_schedule
+
+logger = get_logger(__name__)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+def check_weights(args: Any) -> None:
+    if not 0.0 <= args.lmbda <= 1.0:
+        raise ValueError(f"lmbda is {args.lmbda}; it must be in [0, 1]: the share of rows that the student writes.")
+    for name in ("sft_weight", "anchor_weight"):
+        if (getattr(args, name) or 0.0) < 0:
+            raise ValueError(f"{name} is {getattr(args, name)}; a weight cannot be negative.")
+    if args.objective == "policy_gradient" and args.lmbda < 1.0:
+        raise ValueError(
+            f"The objective policy_gradient averages over what the student writes, and with `lmbda: {args.lmbda}` some "
+            "rows are the dataset's. Set `lmbda: 1`, or an objective that compares whole distributions."
+        )
+    if args.sft_weight and args.lmbda == 1.0:
+        raise ValueError(
+            f"sft_weight is {args.sft_weight}, but with `lmbda: 1` the student writes every completion and there is no "
+            "row to take a cross-entropy on. Set `lmbda` below 1, or `sft_weight: 0`."
+        )
+
+
+def check_rollouts(args: Any) -> None:
+    if args.num_generations < 1:
+        raise ValueError(f"num_generations is {args.num_generations}; every prompt needs at least one completion.")
+    accumulation = args.gradient_accumulation_steps
+    if args.steps_per_generation is None:
+        args.steps_per_generation = accumulation
+    if args.steps_per_generation < 1 or args.steps_per_generation % accumulation:
+        raise ValueError(
+            f"steps_per_generation is {args.steps_per_generation}; it must be a multiple of "
+            f"`gradient_accumulation_steps: {accumulation}`, so that every optimizer step learns from one rollout."
+        )
+    steps = args.steps_per_generation // accumulation
+    if steps > 1 and args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % steps:
+        raise ValueError(
+            f"save_steps is {args.save_steps}; a rollout holds {steps} steps, and a run cannot go on from inside "
+            f"one. Set `save_steps` to a multiple of {steps}."
+        )
+    window = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+    if window % args.num_generations:
+        raise ValueError(
+            f"num_generations is {args.num_generations}, but a rollout holds {window} completions "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} × steps_per_generation "
+            f"{args.steps_per_generation} × {args.world_size} processes), which is no multiple of it. Set "
+            f"`num_generations` to a divisor of {window}, or `per_device_train_batch_size: {args.num_generations}`."
+        )
+    if args.seq_kd and args.lmbda == 1.0:
+        raise ValueError(
+            "seq_kd is true, but with `lmbda: 1` the student writes every completion. Set `lmbda` below 1."
+        )
+    if args.max_prompt_length is not None and args.max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length is {args.max_prompt_length}; a prompt has at least one token.")
+    if args.completion_length_schedule is not None:
+        parse_schedule(args.completion_length_schedule, args.max_completion_length)
+
+
+def check_sampling(args: Any) -> None:
+    """`policy_gradient` averages over what the student would write: its samples must be the student's own."""
+    own = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral = own | {
+        "temperature": args.temperature,
+        "do_sample": True,
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "epsilon_cutoff": 0.0,
+        "eta_cutoff": 0.0,
+        "no_repeat_ngram_size": 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    asked = {name: getattr(args, name) for name in own} | (args.generation_kwargs or {})
+    filters = {name: asked[name] for name in neutral if asked.get(name) not in (None, neutral[name])}
+    if not filters:
+        return
+    said = ", ".join(f"`{name}: {value}`" for name, value in filters.items())
+    plain = ", ".join(f"`{name}: {neutral[name]}`" for name in filters)
+    if args.objective == "policy_gradient":
+        raise ValueError(
+            f"The objective policy_gradient needs samples of the student itself, but {said} changes them: its gradient "
+            f"would be another one's. Set {plain}, or an objective that compares whole distributions."
+        )
+    logger.warning(f"Rollouts are sampled with {said}: the student is graded on text it seldom writes by itself.")
+
+
+def resolve_precision(args: Any) -> None:
+    """bf16 is TRL's default; on a machine without an accelerator it is fp32 unless bf16 was asked for."""
+    if args.use_cpu or is_accelerator_there():
+        return
+    for name in ("bf16", "fp16", "tf32"):
+        if getattr(args, name, None):
+            cpu = ", or add `use_cpu: true` to train in bfloat16 on the CPU" if name == "bf16" else ""
+            raise ValueError(f"`{name}: true` needs a GPU and this machine has none. Set `{name}: false`{cpu}.")
+    if args.bf16 is None:
+        args.bf16 = False
