@@ -37,8 +37,7 @@ def open_adapter(
     args.model_init_kwargs = None  # they are used here; TRL refuses them with a loaded model
     if isinstance(kwargs.get("dtype"), str) and kwargs["dtype"] != "auto":
         kwargs["dtype"] = getattr(torch, kwargs["dtype"])
-    kwargs.setdefault("dtype", None)
-    if kwargs["dtype"] is None:
+    if kwargs.get("dtype") is None:
         kwargs["dtype"] = "auto"
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config

@@ -102,7 +102,7 @@ def generalized_jsd_gradient(
 
 
 def skew_forward_kl(log_p: Tensor, log_q: Tensor, alpha: float, *, p: Given = None, q: Given = None) -> Tensor:
-    """KL(q ‖ αq + (1−α)p) (DistiLLM, arXiv 2402.03898, §3.1). At most ln 1/α. α = 0 is forward KL.
+    """KL(q ‖ αq + (1−α)p) (DistiLLM, arXiv 2402.03898). At most ln 1/α. α = 0 is forward KL.
 
     With α = .5, the mixture is (.375, .25, .375): .25·ln ⅔ + .5·ln 4/3 = .0425.
     """
@@ -118,7 +118,7 @@ def skew_forward_kl_gradient(log_p: Tensor, log_q: Tensor, alpha: float, *, p: G
 
 
 def skew_reverse_kl(log_p: Tensor, log_q: Tensor, alpha: float, *, p: Given = None, q: Given = None) -> Tensor:
-    """KL(p ‖ (1−α)q + αp) (DistiLLM, arXiv 2402.03898, §3.1). At most ln 1/α. α = 0 is reverse KL.
+    """KL(p ‖ (1−α)q + αp) (DistiLLM, arXiv 2402.03898). At most ln 1/α. α = 0 is reverse KL.
 
     With α = .5, the mixture is (.375, .25, .375): .5·ln 4/3 + .25·ln ⅔ = .0425.
     """

@@ -1,8 +1,8 @@
 """The fused head's three matrix products, with results in fp32 whatever the inputs' dtype.
 
-Rounding logits to bf16 puts an error of up to .06 on a log-probability, and rounding the sum of many products once more
-for every chunk biases training. On a GPU the product of low-precision inputs is asked for in fp32; a CPU has no such
-product, so a tile of the head at a time is widened.
+Logits in bf16 have eight bits, and TRL's kernels note that rounding every partial product biases training. On a GPU the
+product of low-precision inputs is asked for in fp32; a CPU has no such product, so a tile of the head at a time is
+widened.
 """
 
 from __future__ import annotations
