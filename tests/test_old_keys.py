@@ -419,7 +419,7 @@ def test_what_nobody_knows_is_an_error(parse, job, recipe, message):
 
 
 def test_bf16_on_a_machine_without_a_gpu_is_one_message(parse, without_liger_and_flash, monkeypatch):
-    monkeypatch.setattr("trl_opd.configs.is_accelerator_there", lambda: False)
+    monkeypatch.setattr("trl_opd.config_checks.is_accelerator_there", lambda: False)
     with pytest.raises(ValueError, match=r"`bf16: true` needs a GPU.*Set `bf16: false`, or add `use_cpu: true`"):
         parse("sft", bf16=True, attn_implementation="flash_attention_2")
 
