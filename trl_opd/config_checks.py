@@ -46,12 +46,6 @@ def check_rollouts(args: Any) -> None:
             f"steps_per_generation is {args.steps_per_generation}; it must be a multiple of "
             f"`gradient_accumulation_steps: {accumulation}`, so that every optimizer step learns from one rollout."
         )
-    steps = args.steps_per_generation // accumulation
-    if steps > 1 and args.save_strategy == "steps" and args.save_steps >= 1 and args.save_steps % steps:
-        raise ValueError(
-            f"save_steps is {args.save_steps}; a rollout holds {steps} steps, and a run cannot go on from inside "
-            f"one. Set `save_steps` to a multiple of {steps}."
-        )
     window = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
     if window % args.num_generations:
         raise ValueError(

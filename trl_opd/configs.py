@@ -14,6 +14,7 @@ from .losses.objectives import Settings
 from .losses.policy_gradient import REWARDS
 
 TEACHER_KINDS = ("model", "base", "adapter")
+ON_SAVE_ERROR = ("stop", "continue")
 EVAL_MODES = ("auto", "dataset", "generate")
 
 
@@ -50,6 +51,24 @@ def _system_prompt() -> Any:
 
 def _chat_template() -> Any:
     return field(default=None, metadata={"help": "Chat template, as Jinja text; it is saved with the tokenizer."})
+
+
+def _resume_anyway() -> Any:
+    return field(
+        default=False,
+        metadata={"help": "Go on from a checkpoint although recipe or data have changed; what changed is listed."},
+    )
+
+
+def _on_save_error() -> Any:
+    return field(
+        default="stop",
+        metadata={
+            "help": "A checkpoint that cannot be written (a full disk, no permission): `stop` ends the run, `continue` "
+            "trains on without it and counts it. Earlier checkpoints are untouched.",
+            "choices": list(ON_SAVE_ERROR),
+        },
+    )
 
 
 def _disable_dropout() -> Any:
@@ -95,9 +114,12 @@ class SFTConfig(trl.SFTConfig):
     system_prompt: str | None = _system_prompt()
     chat_template: str | None = _chat_template()
     disable_dropout: bool | None = _disable_dropout()
+    resume_anyway: bool = _resume_anyway()
+    on_save_error: str = _on_save_error()
 
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
+        check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
         check_choice("overflow", self.overflow, OVERFLOW)
         check_choice("train_on", self.train_on, TRAIN_ON)
         resolve_precision(self)
@@ -124,6 +146,8 @@ class DistillationConfig(trl.DistillationConfig):
         metadata={"help": "Column that holds the prompt, where it is not `prompt`. Its text becomes one user turn."},
     )
     disable_dropout: bool | None = _disable_dropout()
+    resume_anyway: bool = _resume_anyway()
+    on_save_error: str = _on_save_error()
     objective: str = field(
         default="divergence",
         metadata={
@@ -259,6 +283,7 @@ class DistillationConfig(trl.DistillationConfig):
 
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
+        check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
         check_choice("eval_mode", self.eval_mode, EVAL_MODES)
         check_choice("teacher_kind", self.teacher_kind, TEACHER_KINDS)
         check_choice("prompt_overflow", self.prompt_overflow, PROMPT_OVERFLOW)

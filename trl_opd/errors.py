@@ -3,3 +3,7 @@
 
 class UsageError(Exception):
     """The command line or the recipe cannot be understood. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """Training cannot go on, for a reason outside the code: a full disk, numbers that are not finite. Exit code 1."""

@@ -34,6 +34,14 @@ class MetricSums:
     def _add(self, name: str, row: torch.Tensor) -> None:
         self._rows[name] = self._rows[name] + row if name in self._rows else row
 
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What has been added since the last `pop_means`, for `restore`."""
+        return dict(self._rows)
+
+    def restore(self, rows: dict[str, torch.Tensor]) -> None:
+        """Go on from what `rows()` gave."""
+        self._rows = dict(rows)
+
     def pop_means(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Means over all ranks since the last call, by name; a name without a value is left out.
 

@@ -210,6 +210,24 @@ class RolloutTrainer(TokenLevelTrainer):
         self._step_tokens, self._step_rows = self._window_counts[due // accumulation]
         return self._buffered_inputs[due]
 
+    def _own_state(self) -> dict[str, Any]:
+        """With what is left of a rollout, where the next step does not begin one."""
+        state, due = super()._own_state(), self._step % self._parts
+        if due and self._buffered_inputs is not None:
+            left = [None] * due + self._buffered_inputs[due:]
+            state["rollout"] = {"due": due, "micro_batches": left, "counts": [list(c) for c in self._window_counts]}
+        if self.log_completions:
+            state["completions"] = {name: list(self._logs[name]) for name in ("prompt", "completion")}
+        return state
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        if rollout := state.get("rollout"):
+            self._step, self._buffered_inputs = rollout["due"], rollout["micro_batches"]
+            self._window_counts = [tuple(counts) for counts in rollout["counts"]]
+        for name, texts in state.get("completions", {}).items():
+            self._logs[name].extend(texts)
+
     def _note_sampled_log_probs(self, batches: list[dict[str, Any]]) -> None:
         """Keep what the student thought of its tokens when it wrote them: later steps weigh by what has changed."""
         for batch in batches:

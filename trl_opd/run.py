@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import transformers
 import trl
 from accelerate import PartialState
-from transformers.trainer_utils import get_last_checkpoint
 
-from . import progress, recipes, summary
+from . import checkpoints, progress, recipes, resume, run_lock, stops, summary
 from ._trl import is_accelerator_there
 from .checks.preflight import (
     CHAT_TEMPLATES,
@@ -33,7 +34,7 @@ from .data.load import load_splits, pick_split
 from .data.mixture import Mixture, load_mixture
 from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
-from .errors import UsageError
+from .errors import RunError, UsageError
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
 from .student_setup import is_adapter_folder
@@ -45,7 +46,8 @@ MENDABLE = (UsageError, DatasetError, ValueError, TypeError, OSError, ImportErro
 
 
 def main(job: str, argv: Sequence[str]) -> int:
-    """`trl-opd sft` and `trl-opd distill`. Returns the exit code: 0, 2 for a wrong command, 1 for the rest."""
+    """`trl-opd sft` and `trl-opd distill`. Returns the exit code: 0, 2 for a wrong command, 143 or 130 where SIGTERM or
+    SIGINT ended the run after a checkpoint, 1 for the rest."""
     argv, debug = without_debug_flag(argv)
     # TRL's use of transformers is TRL's to update, not the user's
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -54,13 +56,20 @@ def main(job: str, argv: Sequence[str]) -> int:
         set_up_logging(settings.training)
         trainer, checkpoint = build(settings)
     except MENDABLE as error:
-        if debug:
-            traceback.print_exc()
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
-            print(f"trl-opd {job}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    train(trainer, settings, checkpoint)
-    return 0
+        return say(job, error, debug)
+    try:
+        return train(trainer, settings, checkpoint)
+    except RunError as error:
+        return say(job, error, debug)
+
+
+def say(job: str, error: Exception, debug: bool) -> int:
+    """Print an error that the user can mend; returns the exit code."""
+    if debug:
+        traceback.print_exc()
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
+        print(f"trl-opd {job}: error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
@@ -96,7 +105,6 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
     if not is_accelerator_there():
         args.dataloader_pin_memory = False
-    checkpoint = find_checkpoint(args)
     check_model_is_there(model_args, args.trust_remote_code)
     train_rows, eval_rows = load_rows(settings)
     args.model_init_kwargs = {
@@ -125,16 +133,22 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
             "dtype": model_args.dtype,
             **(args.teacher_model_init_kwargs or {}),
         }
-    was_there, trainer = os.path.isdir(args.output_dir), None
+    was_there, ready, checkpoint = os.path.isdir(args.output_dir), False, None
     try:
+        if heed:
+            checkpoint = resume.claim(args.output_dir, args.resume_from_checkpoint, anyway=args.resume_anyway)
         trainer = SFTTrainer(**common) if settings.job == "sft" else DistillationTrainer(**common)
         progress.use_lines(trainer)
         stop_at(trainer)
         if heed:
             stop_or_say(preflight(trainer))
+            trainer.compare_with(checkpoint)
+        ready = heed
     finally:
-        if not (was_there or (heed and trainer is not None)):
-            remove_if_empty(args.output_dir)  # `Trainer` makes it when constructed
+        if not ready:
+            run_lock.release(args.output_dir)
+            if not was_there:
+                remove_if_empty(args.output_dir)  # `Trainer` makes it when constructed
     return trainer, checkpoint
 
 
@@ -183,21 +197,6 @@ def load_rows(settings: Settings) -> tuple[Any, Any]:
     return train, pick_split(splits, script.dataset_test_split, flag="dataset_test_split", name=name)
 
 
-def find_checkpoint(args: Any) -> str | None:
-    """Where to go on from: `resume_from_checkpoint`, or else the last checkpoint in `output_dir`."""
-    asked = args.resume_from_checkpoint
-    if asked is not None and str(asked).lower() in ("false", "no", "none"):
-        return None
-    if asked is not None and str(asked).lower() not in ("true", "yes"):
-        if not os.path.isdir(asked):
-            raise UsageError(f"resume_from_checkpoint: there is no folder {asked}")
-        return asked
-    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    if last is None and asked is not None:
-        raise UsageError(f"resume_from_checkpoint: there is no checkpoint in {args.output_dir}")
-    return last
-
-
 def stop_at(trainer: Any) -> None:
     """Let the saved model stop where it was trained to stop: add those tokens to its generation config."""
     config = trainer.model.generation_config
@@ -235,8 +234,8 @@ def make_branch(trainer: Any) -> None:
         )
 
 
-def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
-    """Train, save, evaluate, push: what a user finds in `output_dir` afterwards."""
+def train(trainer: Any, settings: Settings, checkpoint: str | None) -> int:
+    """Train, save, evaluate, push: what a user finds in `output_dir` afterwards. Returns the exit code."""
     args = trainer.args
     teacher = getattr(args, "teacher_model_name_or_path", None)
     if trainer.is_world_process_zero():
@@ -244,7 +243,11 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
         summary.show_samples(trainer, 2, longest=600)
         write_mask_report(trainer)
     make_branch(trainer)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    with stops.heeding_signals(trainer) as stop:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.signal:
+        logger.info("stopped after step %s; the same command goes on from there", trainer.state.global_step)
+        return 128 + stop.signal
 
     metrics = result.metrics
     if hasattr(trainer.train_dataset, "__len__"):
@@ -253,7 +256,7 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
     trainer.save_metrics("train", metrics)
     trainer.save_state()
     trainer.model.config.use_cache = True  # off while training; the saved model generates with it
-    trainer.save_model(args.output_dir)
+    save_whole(trainer)
     if trainer.is_world_process_zero():
         dataset_name = settings.script.dataset_name
         trainer.create_model_card(dataset_name=None if dataset_name and os.path.exists(dataset_name) else dataset_name)
@@ -266,3 +269,17 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> None:
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         logger.info("saved to %s", args.output_dir)
+    return 0
+
+
+def save_whole(trainer: Any) -> None:
+    """The trained model in `output_dir`, file by file from a folder beside it: no file there is ever half-written."""
+    output_dir = Path(trainer.args.output_dir)
+    staged = output_dir / checkpoints.STAGING / "model"
+    trainer.save_model(str(staged), _internal_call=True)  # which pushes nothing yet
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        for path in staged.iterdir():
+            os.replace(path, output_dir / path.name)
+        shutil.rmtree(staged.parent, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()

@@ -217,6 +217,14 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             self._settings, hidden, heads.head_of(unwrapped), targets=positions.targets, gather=gather_heads
         )
 
+    def _own_state(self) -> dict[str, Any]:
+        """With the tokens that this process has seen."""
+        return {**super()._own_state(), "num_tokens": self._total_train_tokens}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._total_train_tokens = state["num_tokens"]
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's names, with `num_tokens` summed over the ranks."""
         if not self._trl_does_it and "loss" in logs:

@@ -9,6 +9,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
+from .checkpointed_trainer import CheckpointedTrainer
 from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .losses.reduce import row_sums
@@ -20,13 +21,16 @@ logger = get_logger(__name__)
 gather_heads = maybe_gather_lm_head_ctx  # makes a head that ZeRO-3 has sharded whole, inside the fused pass
 
 
-class TokenLevelTrainer:
+class TokenLevelTrainer(CheckpointedTrainer):
     """Mixed into a TRL trainer, before it. Needs `_start_accounting()` once TRL's constructor is done."""
 
     # what the TRL trainer it is mixed into brings
     accelerator: Any
     data_collator: Any
     model: Any
+    _tr_loss: torch.Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
     _buffered_inputs: Any
     data_reports: list[MaskReport]
     _metrics: dict[str, Any]
@@ -48,6 +52,26 @@ class TokenLevelTrainer:
         if self._window_sampler is not None:
             self._window_sampler.set_epoch(kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _own_state(self) -> dict[str, Any]:
+        """What has been counted since the last log: the next one is then that of a run that never stopped."""
+        kept = {
+            "loss": self._tr_loss,
+            "last_logged": self._globalstep_last_logged,
+            "sums": self._sums["train"].rows(),
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+        }
+        return {**super()._own_state(), "since_last_log": kept}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        kept = state["since_last_log"]
+        self._tr_loss, self._globalstep_last_logged = kept["loss"], kept["last_logged"]
+        # the mean loss of this `train()` does not take in what an earlier one has trained
+        self._total_loss_scalar -= self.accelerator.gather(self._tr_loss.reshape(1)).mean().item()
+        self._sums["train"].restore(kept["sums"])
+        for name, values in kept["metrics"].items():
+            self._metrics["train"][name] = values
 
     @property
     def _mode(self) -> str:
