@@ -57,24 +57,73 @@ def test_killed_after_step_3_of_6_and_started_again(folder, job):
     process = subprocess.Popen(
         command(job, folder, stopped), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    third = stopped / "checkpoint-3" / "trainer_state.json"  # the last file of a checkpoint
-    deadline = time.monotonic() + 120
-    while not (third.exists() and third.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.002)
+    third = stopped / "checkpoint-3"
+    wait_for(third.exists)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert third.exists() and not (stopped / "model.safetensors").exists()
-    for late in stopped.glob("checkpoint-[4-6]"):  # what a kill this late may have left; step 3 is what we go on from
-        for file in late.iterdir():
-            file.unlink()
-        late.rmdir()
+    assert not (stopped / "model.safetensors").exists()
 
     done = subprocess.run(command(job, folder, stopped), env=env, check=True, capture_output=True, text=True)
-    assert "checkpoint-3" in done.stdout
+    assert "resumed from" in done.stdout and "checkpoint-" in done.stdout
     state = json.loads((stopped / "trainer_state.json").read_text())
     assert state["global_step"] == 6
-    ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, straight))
+    assert_same_weights(stopped, straight)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def assert_same_weights(ours, theirs):
+    ours, theirs = (load_file(path / "model.safetensors") for path in (ours, theirs))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 1)])
+def test_a_signal_saves_and_the_next_start_goes_on(folder, processes, number, code):
+    """Two processes are torchrun's to end: it reports 1 whatever they returned, and sends its own signal as well."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    straight, stopped = folder / "straight", folder / "stopped"
+    flags = ["--max_steps", "40", "--save_steps", "100"]
+    subprocess.run([*command("sft", folder, straight, processes), *flags], env=env, check=True, capture_output=True)
+    process = subprocess.Popen(
+        [*command("sft", folder, stopped, processes), *flags], env=env, stderr=subprocess.PIPE, text=True
+    )
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "0/40" in line or "1/40" in line:  # the bar has begun
+            process.send_signal(number)
+            break
+    lines += process.stderr.readlines()
+    said = "".join(lines)
+    assert process.wait() == code, said[-3000:]
+    assert f"{signal.Signals(number).name}: finishing this step" in said
+    (saved,) = stopped.glob("checkpoint-*")
+    assert int(saved.name.split("-")[1]) < 40 and not (stopped / "model.safetensors").exists()
+    subprocess.run([*command("sft", folder, stopped, processes), *flags], env=env, check=True, capture_output=True)
+    assert_same_weights(stopped, straight)
+
+
+def test_a_second_run_in_the_folder_is_refused(folder):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = folder / "output"
+    first = subprocess.Popen(
+        [*command("sft", folder, output), "--max_steps", "100000"],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for((output / "_lock").exists)
+        second = subprocess.run(command("sft", folder, output), env=env, capture_output=True, text=True)
+        assert second.returncode == 2 and f"in use by another run (process {first.pid}" in second.stderr
+    finally:
+        first.kill()
+        first.wait()
 
 
 @pytest.mark.parametrize("job", ["distill", "sft"])
@@ -88,5 +137,4 @@ def test_two_processes_go_on_from_the_second_epoch(folder, job):
     shutil.copytree(straight / "checkpoint-3", stopped / "checkpoint-3")
     done = subprocess.run(command(job, folder, stopped, 2), env=env, capture_output=True, text=True)
     assert (stopped / "model.safetensors").exists(), done.stderr[-3000:]
-    ours, theirs = (load_file(path / "model.safetensors") for path in (stopped, straight))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_weights(stopped, straight)
