@@ -82,8 +82,10 @@ class CheckpointedTrainer:
         manifest, path = checkpoints.read_manifest(checkpoint) or {}, self._own_state_file(checkpoint)
         if manifest.get("processes") != self.accelerator.num_processes or not path.is_file():
             return  # another tool's checkpoint, or `resume_anyway` on another number of processes
+        device = self.accelerator.device
+        place = "cpu" if device.type == "cpu" else device  # torch knows no "cpu:0" here
         with torch.serialization.safe_globals([TrainedPositions]):
-            self._load_own_state(torch.load(path, map_location=self.accelerator.device, weights_only=True))
+            self._load_own_state(torch.load(path, map_location=place, weights_only=True))
 
     def _own_state(self) -> dict[str, Any]:
         """What this process has to keep beside transformers' state, for `torch.load` with `weights_only`."""

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ from .student_setup import is_adapter_folder
 
 logger = logging.getLogger(__name__)
 
+ECHO_SECONDS = 5.0
+
 # what a user can mend; anything else is a bug, and its traceback is shown
 MENDABLE = (UsageError, DatasetError, ValueError, TypeError, OSError, ImportError)
 
@@ -67,8 +70,11 @@ def say(job: str, error: Exception, debug: bool) -> int:
     """Print an error that the user can mend; returns the exit code."""
     if debug:
         traceback.print_exc()
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
-        print(f"trl-opd {job}: error: {error}", file=sys.stderr)
+    rank = os.environ.get("LOCAL_RANK", "0")
+    if rank != "0":
+        time.sleep(ECHO_SECONDS)  # the first process mostly says the same, and the launcher then ends this one
+    said = f"trl-opd {job}: error: {error}" if rank == "0" else f"trl-opd {job}: error in process {rank}: {error}"
+    print(said, file=sys.stderr, flush=True)
     return 2 if isinstance(error, UsageError) else 1
 
 

@@ -104,7 +104,9 @@ def test_a_signal_saves_and_the_next_start_goes_on(folder, processes, number, co
     assert f"{signal.Signals(number).name}: finishing this step" in said
     (saved,) = stopped.glob("checkpoint-*")
     assert int(saved.name.split("-")[1]) < 40 and not (stopped / "model.safetensors").exists()
-    subprocess.run([*command("sft", folder, stopped, processes), *flags], env=env, check=True, capture_output=True)
+    again = [*command("sft", folder, stopped, processes), *flags]
+    done = subprocess.run(again, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert_same_weights(stopped, straight)
 
 
