@@ -38,6 +38,7 @@ LAYERS = {
     "checkpointed_trainer": 3,
     "token_trainer": 3,
     "sft_trainer": 3,
+    "prompt_data": 3,
     "rollout_trainer": 3,
     "distillation_trainer": 3,
     "progress": 3,
