@@ -16,6 +16,7 @@ LAYERS = {
     "losses": 1,
     "masking": 1,
     "metrics": 1,
+    "balance": 1,
     "data": 2,
     "rollout": 2,
     "teachers": 2,

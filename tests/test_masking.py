@@ -35,7 +35,7 @@ def test_a_rollout_is_padded_to_its_own_longest_row():
     labels = [[7], [X, X], [9] * 50]
     rollout = Rollout([[1, 2], [3], [4, 5, 6]], [[7], [8, 9], [9] * 50], labels, [1, 0, 1], [True, True, False])
     batch = pad_rollout(rollout, [0, 1], pad_token_id=0, multiple_of=None)
-    assert batch["input_ids"].tolist() == [[1, 2, 7], [3, 8, 9]]
+    assert batch["input_ids"].tolist() == [[1, 2, 7], [3, 0, 0]]  # the row without a label is one token
     assert batch["labels"].tolist() == [[X, X, 7], [X, X, X]]  # weight 0 is not trained
     assert batch["off_policy"].tolist() == [] and pad_rollout(rollout, [0, 2], 0, None)["off_policy"].tolist() == [
         *range(1, 51)

@@ -81,6 +81,16 @@ def _disable_dropout() -> Any:
     )
 
 
+def _balance_micro_batches() -> Any:
+    return field(
+        default=True,
+        metadata={
+            "help": "Sort the rows of an optimizer step by length before they are cut into micro-batches, each padded "
+            "to its own longest row. Changes no gradient."
+        },
+    )
+
+
 @dataclass
 class SFTConfig(trl.SFTConfig):
     """`trl.SFTConfig` and the fields that decide what is trained. Every TRL field keeps its name and meaning.
@@ -116,6 +126,7 @@ class SFTConfig(trl.SFTConfig):
     disable_dropout: bool | None = _disable_dropout()
     resume_anyway: bool = _resume_anyway()
     on_save_error: str = _on_save_error()
+    balance_micro_batches: bool = _balance_micro_batches()
 
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
@@ -148,6 +159,7 @@ class DistillationConfig(trl.DistillationConfig):
     disable_dropout: bool | None = _disable_dropout()
     resume_anyway: bool = _resume_anyway()
     on_save_error: str = _on_save_error()
+    balance_micro_batches: bool = _balance_micro_batches()
     objective: str = field(
         default="divergence",
         metadata={

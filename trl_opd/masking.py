@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .types import IGNORE_INDEX, TrainedPositions
@@ -25,6 +27,11 @@ def select_predicting(hidden: torch.Tensor, positions: TrainedPositions) -> torc
     """Slice off the untrained prompt, then keep the states that predict a trained token: (B, T, H) -> (N, H)."""
     sliced = hidden[:, positions.start - 1 : hidden.size(1) - 1]
     return sliced.flatten(0, 1).index_select(0, positions.index)
+
+
+def trained_end(labels: Sequence[int]) -> int:
+    """How many tokens of a row (T,) a loss looks at: up to its last trained one; 0 where none is."""
+    return next((t + 1 for t in range(len(labels) - 1, -1, -1) if labels[t] != IGNORE_INDEX), 0)
 
 
 def check_batch(input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None) -> None:

@@ -132,10 +132,3 @@ def repetition(completion: list[int], n: int = 4) -> float:
     loop."""
     grams = [tuple(completion[i : i + n]) for i in range(len(completion) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def micro_batches(num_rows: int, parts: int) -> list[list[int]]:
-    """Row indices of a window cut into `parts` micro-batches of the same number of rows, in order."""
-    size = num_rows // parts
-    assert size * parts == num_rows, f"a window of {num_rows} rows cannot be cut into {parts} equal micro-batches"
-    return [list(range(start, start + size)) for start in range(0, num_rows, size)]

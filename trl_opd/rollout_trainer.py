@@ -13,6 +13,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader, SequentialSampler
 
 from .accuracy import ANSWER, can_verify, is_right
+from .balance import deal, micro_batches, row_lengths
 from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
 from .data.sampler import PromptRows, PromptStream, WindowSampler
 from .losses.objectives import Settings as LossSettings
@@ -22,7 +23,6 @@ from .rollout import (
     completion_metrics,
     counts_by_step,
     horizon,
-    micro_batches,
     rollout_seed,
     rollout_table,
     sampling,
@@ -166,8 +166,11 @@ class RolloutTrainer(PromptData):
         # N is counted an optimizer step: over its micro-batches, on every rank
         steps = max(parts // self.args.gradient_accumulation_steps, 1)
         self._window_counts = counts_by_step(table, self.accelerator.num_processes, steps)
+        balance = self.args.balance_micro_batches and self._mode == "train"  # an evaluation counts rows in their order
+        if balance and self.accelerator.num_processes > 1:
+            rollout = deal(gather_object([rollout]), self.accelerator.process_index, steps)
         batches = []
-        for i, indices in enumerate(micro_batches(len(rows), parts)):
+        for i, indices in enumerate(micro_batches(row_lengths(rollout), parts, steps=steps, balance=balance)):
             batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.pad_to_multiple_of)
             if self.args.strict_masks:
                 check_batch(batch["input_ids"], batch["labels"], batch["attention_mask"])

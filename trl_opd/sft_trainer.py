@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import trl
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProcessorMixin, TrainingArguments
@@ -22,7 +23,7 @@ from ._trl import (
 )
 from .checks.dropout import turn_off_dropout
 from .configs import SFTConfig
-from .data.collate import POSITIONS, CheckedCollator
+from .data.collate import POSITIONS, ROWS, CheckedCollator, regrouped
 from .data.prepare import RowPolicy, prepare_sft
 from .data.report import MaskReport
 from .data.rows import RowFormat
@@ -105,14 +106,19 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         self.dropout_turned_off = 0
         if args.disable_dropout is not False:
             self.dropout_turned_off = turn_off_dropout(self.model, adapters_too=bool(args.disable_dropout))
-        self._trl_does_it = _why_trl(self, compute_loss_func)
+        self._trl_does_it, self._balance = _why_trl(self, compute_loss_func), False
         if self._trl_does_it:
             logger.warning(f"The loss is computed by TRL's own code: {self._trl_does_it}.")
             return
         self.loss_is_scaled_for_ga = True  # we divide by the tokens of the whole step ourselves
         self.model_accepts_loss_kwargs = True
-        streaming = isinstance(train_dataset, IterableDataset)  # accelerate then cuts batches on the main process
-        self.data_collator = CheckedCollator(self.data_collator, args.strict_masks, note_positions=not streaming)
+        # accelerate may cut batches on the main process, where nothing but tensors can be cut
+        whole = not isinstance(train_dataset, IterableDataset) and not args.accelerator_config.dispatch_batches
+        why_not = _why_unbalanced(self, data_collator, whole)
+        if args.balance_micro_batches and why_not:
+            logger.info(f"balance_micro_batches: batches stay as they are drawn, since {why_not}.")
+        self._balance = args.balance_micro_batches and not why_not
+        self.data_collator = CheckedCollator(self.data_collator, args.strict_masks, whole, keep_rows=self._balance)
 
     def _prepare_dataset(  # type: ignore[override]
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
@@ -173,6 +179,13 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             is_training=True,
         )
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of a step as they were drawn, their rows sorted by length (`balance_micro_batches`)."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._balance and len(batches) > 1:
+            batches = send_to_device(regrouped(batches, self.data_collator), device)
+        return batches, num_items
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         """N: the trained tokens of every micro-batch of the step on every rank, whatever
         `average_tokens_across_devices` says."""
@@ -193,7 +206,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         With `return_outputs`, and for what needs the model's own forward, the loss is TRL's.
         """
         positions = inputs.get(POSITIONS)
-        inputs = {key: value for key, value in inputs.items() if key != POSITIONS}
+        inputs = {key: value for key, value in inputs.items() if key not in (POSITIONS, ROWS)}
         if self._trl_does_it or return_outputs or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if positions is None:
@@ -272,6 +285,17 @@ def _why_trl(trainer: Any, compute_loss_func: Callable | None) -> str:
         "the model has no backbone apart from its head": getattr(inner, "base_model", inner) is inner,
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _why_unbalanced(trainer: Any, data_collator: Callable | None, whole: bool) -> str:
+    """Why the micro-batches of a step are not cut anew; empty where they are."""
+    reasons = {
+        "a step is one micro-batch": trainer.args.gradient_accumulation_steps == 1,
+        "`packing` or `padding_free` leaves no padding": trainer.args.packing or trainer.padding_free,
+        "a `data_collator` was passed": data_collator is not None,
+        "batches are cut on the main process (a stream, or `dispatch_batches`)": not whole,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..masking import check_batch, trained_positions
+from ..balance import longest_first
+from ..masking import check_batch, trained_end, trained_positions
 from ..types import IGNORE_INDEX, Rollout
 
 POSITIONS = "trained_positions"  # the batch's key for its `TrainedPositions`
@@ -16,18 +17,28 @@ OFF_POLICY = "off_policy"  # for the positions in rows that the student did not 
 NUM_ITEMS = "num_items_in_batch"  # for N, the trained tokens of the whole optimizer step
 SAMPLED = "sampled_log_probs"  # for the log-probabilities that the tokens were sampled with
 TEACHER = "teacher"  # for the batch that the teacher is shown in this one's place
+ROWS = "collated_rows"  # for the rows that a batch was made of
+
+
+@dataclass(frozen=True)
+class CollatedRows:
+    """The rows of a batch as they were before padding. Not a list, whose numbers would be taken for tensors to move."""
+
+    rows: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class CheckedCollator:
     """A collator that checks the mask rules on what `inner` made and notes where its trained tokens are.
 
-    Raises `ValueError` naming row and position where a rule is broken and `strict` is set.
+    With `keep_rows` the batch holds its rows too, so that a window of batches can be `regrouped`. Raises `ValueError`
+    naming row and position where a rule is broken and `strict` is set.
     """
 
     inner: Callable[[Sequence[Any]], dict[str, Any]]
     strict: bool = True
     note_positions: bool = True
+    keep_rows: bool = False
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         batch = self.inner(rows)
@@ -39,7 +50,16 @@ class CheckedCollator:
                 check_batch(batch["input_ids"], labels, batch.get("attention_mask"))
             if self.note_positions:
                 batch[POSITIONS] = trained_positions(labels)
+        if self.keep_rows:
+            batch[ROWS] = CollatedRows(tuple(rows))
         return batch
+
+
+def regrouped(batches: list[dict[str, Any]], collate: Callable[[Sequence[Any]], dict[str, Any]]) -> list[dict]:
+    """The rows of some batches in as many batches of the same sizes, sorted by length and padded anew, on the CPU."""
+    rows = [row for batch in batches for row in batch[ROWS].rows]
+    order = iter(longest_first(range(len(rows)), [len(row["input_ids"]) for row in rows]))
+    return [collate([rows[next(order)] for _ in batch[ROWS].rows]) for batch in batches]
 
 
 def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: int | None = None) -> dict[str, Any]:
@@ -71,17 +91,16 @@ def pad_rollout(rollout: Rollout, indices: Sequence[int], pad_token_id: int, mul
 
     `off_policy` (M,) int64 says which of its N trained positions stand in rows that the student did not write.
     `teacher` is the batch that the teacher is shown, where its prompts differ: its trained positions are the same
-    tokens in the same order.
+    tokens in the same order. A row ends with its last trained token, since nothing after it is looked at; one without
+    any, masked or a filler, is a single token.
     """
 
     def padded(prompts: list[list[int]]) -> dict[str, Any]:
-        rows = [
-            {
-                "input_ids": prompts[i] + rollout.completion_ids[i],
-                "labels": [IGNORE_INDEX] * len(prompts[i]) + rollout.labels[i],
-            }
-            for i in indices
-        ]
+        rows = []
+        for i in indices:
+            labels = [IGNORE_INDEX] * len(prompts[i]) + rollout.labels[i]
+            end = max(trained_end(labels), 1)
+            rows.append({"input_ids": (prompts[i] + rollout.completion_ids[i])[:end], "labels": labels[:end]})
         return pad_rows(rows, pad_token_id, multiple_of)
 
     batch = padded(rollout.prompt_ids)
