@@ -38,6 +38,8 @@ LAYERS = {
     "stops": 3,
     "checkpointed_trainer": 3,
     "token_trainer": 3,
+    "config_fields": 3,
+    "sft_setup": 3,
     "sft_trainer": 3,
     "prompt_data": 3,
     "rollout_trainer": 3,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from . import checkpoints, resume, run_lock
 from .errors import RunError
 from .fingerprint import fingerprint, versions
-from .types import TrainedPositions
+from .types import RowSizes, TrainedPositions
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CheckpointedTrainer:
             return  # another tool's checkpoint, or `resume_anyway` on another number of processes
         device = self.accelerator.device
         place = "cpu" if device.type == "cpu" else device  # torch knows no "cpu:0" here
-        with torch.serialization.safe_globals([TrainedPositions]):
+        with torch.serialization.safe_globals([TrainedPositions, RowSizes]):
             self._load_own_state(torch.load(path, map_location=place, weights_only=True))
 
     def _own_state(self) -> dict[str, Any]:

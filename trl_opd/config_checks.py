@@ -35,6 +35,34 @@ def check_weights(args: Any) -> None:
         )
 
 
+def check_max_tokens(args: Any) -> None:
+    budget = args.per_device_max_tokens
+    if budget is None:
+        return
+    if budget < 1:
+        raise ValueError(f"per_device_max_tokens is {budget}; it must be at least 1, or left out.")
+    if "lomo" in str(getattr(args.optim, "value", args.optim)):
+        raise ValueError(
+            f"per_device_max_tokens is {budget}, but `optim: {getattr(args.optim, 'value', args.optim)}` changes the "
+            "weights in the middle of a backward pass, which every piece has. Leave one of them out."
+        )
+
+
+def check_pieces(trainer: Any, why_whole: str = "") -> None:
+    """Refuse `per_device_max_tokens` where micro-batches cannot be run in pieces; `why_whole` is a reason of the
+    trainer's own."""
+    budget = trainer.args.per_device_max_tokens
+    if budget is None:
+        return
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        why_whole = "DeepSpeed and FSDP need every process to run as many passes as the others, and pieces differ"
+    if why_whole:
+        raise ValueError(
+            f"per_device_max_tokens is {budget}, but {why_whole}. Leave it out, and lower "
+            "`per_device_train_batch_size` where memory is short."
+        )
+
+
 def check_rollouts(args: Any) -> None:
     if args.num_generations < 1:
         raise ValueError(f"num_generations is {args.num_generations}; every prompt needs at least one completion.")

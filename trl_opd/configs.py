@@ -7,7 +7,15 @@ from typing import Any
 
 import trl
 
-from .config_checks import check_choice, check_rollouts, check_sampling, check_weights, resolve_precision
+from . import config_fields
+from .config_checks import (
+    check_choice,
+    check_max_tokens,
+    check_rollouts,
+    check_sampling,
+    check_weights,
+    resolve_precision,
+)
 from .data.prepare import BAD_ROWS, OVERFLOW, PROMPT_OVERFLOW
 from .data.tokenize import TRAIN_ON
 from .losses.objectives import Settings
@@ -81,16 +89,6 @@ def _disable_dropout() -> Any:
     )
 
 
-def _balance_micro_batches() -> Any:
-    return field(
-        default=True,
-        metadata={
-            "help": "Sort the rows of an optimizer step by length before they are cut into micro-batches, each padded "
-            "to its own longest row. Changes no gradient."
-        },
-    )
-
-
 @dataclass
 class SFTConfig(trl.SFTConfig):
     """`trl.SFTConfig` and the fields that decide what is trained. Every TRL field keeps its name and meaning.
@@ -126,13 +124,15 @@ class SFTConfig(trl.SFTConfig):
     disable_dropout: bool | None = _disable_dropout()
     resume_anyway: bool = _resume_anyway()
     on_save_error: str = _on_save_error()
-    balance_micro_batches: bool = _balance_micro_batches()
+    balance_micro_batches: bool = config_fields.balance_micro_batches()
+    per_device_max_tokens: int | None = config_fields.per_device_max_tokens()
 
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
         check_choice("overflow", self.overflow, OVERFLOW)
         check_choice("train_on", self.train_on, TRAIN_ON)
+        check_max_tokens(self)
         resolve_precision(self)
         super().__post_init__()
 
@@ -159,7 +159,8 @@ class DistillationConfig(trl.DistillationConfig):
     disable_dropout: bool | None = _disable_dropout()
     resume_anyway: bool = _resume_anyway()
     on_save_error: str = _on_save_error()
-    balance_micro_batches: bool = _balance_micro_batches()
+    balance_micro_batches: bool = config_fields.balance_micro_batches()
+    per_device_max_tokens: int | None = config_fields.per_device_max_tokens()
     objective: str = field(
         default="divergence",
         metadata={
@@ -304,6 +305,7 @@ class DistillationConfig(trl.DistillationConfig):
                 f"temperature is {self.temperature}; it must be above 0. It acts on sampling and on the loss."
             )
         check_weights(self)
+        check_max_tokens(self)
         resolve_precision(self)
         super().__post_init__()
         if len(self.importance_clip) != 2:

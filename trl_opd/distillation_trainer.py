@@ -14,6 +14,7 @@ from . import heads
 from ._trl import adapters_on_the_head, get_config_model_id, keep_4bit_gradients_right, upgrade_config
 from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
+from .config_checks import check_pieces
 from .configs import DistillationConfig
 from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, TEACHER
 from .data.report import MaskReport
@@ -101,6 +102,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
         self.teacher_model = getattr(self.teacher, "wrapped", None)
 
+        check_pieces(self)
         self._start_accounting()
         self._settings = args.loss_settings()
         keep_4bit_gradients_right(self.model)
@@ -130,7 +132,10 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
     ) -> Any:
         """Σ divergence over the completions' tokens ÷ N. `num_items_in_batch` of `Trainer`, counted before the
         rollout, is not used; nor are labels given to either model."""
-        inputs = dict(inputs)
+        loss = self._sum_of_pieces(model, inputs, lambda piece: self._loss(model, dict(piece)))
+        return (loss, None) if return_outputs else loss
+
+    def _loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         positions, num_items = inputs.pop(POSITIONS), inputs.pop(NUM_ITEMS, None)
         out = self._in_wrapped_forward(model, self._score, inputs, positions)
         sums, tokens = self._sums[self._mode], len(positions)
@@ -141,11 +146,9 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 sums.add(METRIC_NAMES.get(name, f"distill/{name}"), values.sum(), values.numel())
         if self._mode == "eval":
             self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
-            loss = global_mean(out.loss_sum, tokens)
-        else:
-            sums.add("distill/num_tokens_per_step", num_items, 1)
-            loss = global_mean(out.loss_sum, num_items, self.accelerator.num_processes)
-        return (loss, None) if return_outputs else loss
+            return global_mean(out.loss_sum, tokens)
+        sums.add("distill/num_tokens_per_step", num_items, 1)
+        return global_mean(out.loss_sum, num_items, self.accelerator.num_processes)
 
     def _score(self, unwrapped: Any, batch: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
         """Σ objective + `sft_weight` · Σ −log p (rows the student did not write) + `anchor_weight` · Σ KL(base ‖ p)."""

@@ -15,7 +15,7 @@ from .losses.shared_ids import SharedIds
 from .masking import select_predicting
 from .types import FusedOutput, TrainedPositions
 
-_NOT_FOR_THE_BACKBONE = ("labels", "trained_positions", "num_items_in_batch")
+_NOT_FOR_THE_BACKBONE = ("labels", "trained_positions", "num_items_in_batch", "row_sizes")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ class RolloutTrainer(PromptData):
     model_wrapped: Any
     train_dataset: Any
     shuffle_dataset: bool | None
-    pad_to_multiple_of: int | None
     max_completion_length: int
     eos_token_ids: list[int]
     generation_config: Any
@@ -138,12 +137,14 @@ class RolloutTrainer(PromptData):
         """Keep what the student thought of its tokens when it wrote them: later steps weigh by what has changed."""
         for batch in batches:
             with torch.no_grad():
-                batch[SAMPLED] = self._in_wrapped_forward(
-                    self.model_wrapped, self._log_probs, dict(batch), batch[POSITIONS]
-                ).per_token.neg()
+                parts = [
+                    self._in_wrapped_forward(self.model_wrapped, self._log_probs, dict(piece), piece[POSITIONS])
+                    for piece in self._pieces(batch)
+                ]
+            batch[SAMPLED] = torch.cat([part.per_token.neg() for part in parts])
 
     def _prepare_eval_inputs(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        pad = self._tokenizer.pad_token_id, self.pad_to_multiple_of
+        pad = self._tokenizer.pad_token_id, self.args.pad_to_multiple_of
         if "labels" in rows[0]:
             return self._to_device(pad_rows(rows, *pad))
         if "reference_ids" in rows[0]:
@@ -171,7 +172,7 @@ class RolloutTrainer(PromptData):
             rollout = deal(gather_object([rollout]), self.accelerator.process_index, steps)
         batches = []
         for i, indices in enumerate(micro_batches(row_lengths(rollout), parts, steps=steps, balance=balance)):
-            batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.pad_to_multiple_of)
+            batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.args.pad_to_multiple_of)
             if self.args.strict_masks:
                 check_batch(batch["input_ids"], batch["labels"], batch["attention_mask"])
             tokens = self._window_counts[i * steps // parts][0]

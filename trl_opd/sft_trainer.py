@@ -22,8 +22,9 @@ from ._trl import (
     upgrade_config,
 )
 from .checks.dropout import turn_off_dropout
+from .config_checks import check_pieces
 from .configs import SFTConfig
-from .data.collate import POSITIONS, ROWS, CheckedCollator, regrouped
+from .data.collate import POSITIONS, ROWS, SIZES, CheckedCollator, regrouped
 from .data.prepare import RowPolicy, prepare_sft
 from .data.report import MaskReport
 from .data.rows import RowFormat
@@ -32,6 +33,7 @@ from .data.tokenize import Tokenization
 from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
+from .sft_setup import train_on, why_as_drawn, why_trl
 from .student_setup import open_adapter, set_up_tokenizer
 from .token_trainer import TokenLevelTrainer, gather_heads
 from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
@@ -72,7 +74,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         )
         quantization_config = quantization_config if isinstance(model, str) else None
         processing_class = set_up_tokenizer(model, processing_class, args)
-        self._train_on = _train_on(args)
+        self._train_on = train_on(args)
         # our masks need no {% generation %} in the template, and TRL refuses templates without it
         assistant_only, args.assistant_only_loss = args.assistant_only_loss, False
         self.data_reports: list[MaskReport] = []
@@ -106,15 +108,19 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         self.dropout_turned_off = 0
         if args.disable_dropout is not False:
             self.dropout_turned_off = turn_off_dropout(self.model, adapters_too=bool(args.disable_dropout))
-        self._trl_does_it, self._balance = _why_trl(self, compute_loss_func), False
+        self._trl_does_it, self._balance = why_trl(self, compute_loss_func), False
         if self._trl_does_it:
             logger.warning(f"The loss is computed by TRL's own code: {self._trl_does_it}.")
+            check_pieces(self, f"the loss is computed by TRL's own code: {self._trl_does_it}")
             return
         self.loss_is_scaled_for_ga = True  # we divide by the tokens of the whole step ourselves
         self.model_accepts_loss_kwargs = True
         # accelerate may cut batches on the main process, where nothing but tensors can be cut
         whole = not isinstance(train_dataset, IterableDataset) and not args.accelerator_config.dispatch_batches
-        why_not = _why_unbalanced(self, data_collator, whole)
+        why_not = why_as_drawn(self, data_collator, whole)
+        check_pieces(self, why_not)
+        if args.gradient_accumulation_steps == 1 and args.per_device_max_tokens is None:
+            why_not = why_not or "a step is one micro-batch"
         if args.balance_micro_batches and why_not:
             logger.info(f"balance_micro_batches: batches stay as they are drawn, since {why_not}.")
         self._balance = args.balance_micro_batches and not why_not
@@ -182,7 +188,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of a step as they were drawn, their rows sorted by length (`balance_micro_batches`)."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._balance and len(batches) > 1:
+        if self._balance:
             batches = send_to_device(regrouped(batches, self.data_collator), device)
         return batches, num_items
 
@@ -205,10 +211,14 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
 
         With `return_outputs`, and for what needs the model's own forward, the loss is TRL's.
         """
-        positions = inputs.get(POSITIONS)
-        inputs = {key: value for key, value in inputs.items() if key not in (POSITIONS, ROWS)}
         if self._trl_does_it or return_outputs or "labels" not in inputs:
+            inputs = {key: value for key, value in inputs.items() if key not in (POSITIONS, ROWS, SIZES)}
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._sum_of_pieces(model, inputs, lambda piece: self._loss(model, dict(piece), num_items_in_batch))
+
+    def _loss(self, model: torch.nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None) -> Any:
+        inputs.pop(ROWS, None)
+        positions = inputs.pop(POSITIONS, None)
         if positions is None:
             positions = trained_positions(inputs["labels"])
         out = self._in_wrapped_forward(model, self._score, inputs, positions)
@@ -219,10 +229,10 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
         else:
             self._total_train_tokens += _num_tokens(inputs)
-        if num_items_in_batch is None:
+        if num_items is None:
             return global_mean(loss_sum, tokens)
-        sums.add("sft/num_tokens_per_step", torch.as_tensor(num_items_in_batch), 1)
-        return global_mean(loss_sum, num_items_in_batch, self.accelerator.num_processes // self.get_tp_size())
+        sums.add("sft/num_tokens_per_step", torch.as_tensor(num_items), 1)
+        return global_mean(loss_sum, num_items, self.accelerator.num_processes // self.get_tp_size())
 
     def _score(self, unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
         hidden = heads.predicting_states(unwrapped, inputs, positions)
@@ -254,48 +264,6 @@ class _Formatted:
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"text": self.function(row)}
-
-
-def _train_on(args: SFTConfig) -> str:
-    """`train_on`, unless one of TRL's own flags was set: those win."""
-    if args.assistant_only_loss or args.completion_only_loss:
-        chosen, flag = "assistant", "assistant_only_loss" if args.assistant_only_loss else "completion_only_loss"
-    elif args.completion_only_loss is False:
-        chosen, flag = "all", "completion_only_loss"
-    else:
-        return args.train_on
-    if chosen != args.train_on:
-        logger.warning(f"`{flag}: {getattr(args, flag)}` wins over `train_on: {args.train_on}`: {chosen} is trained.")
-    return chosen
-
-
-def _why_trl(trainer: Any, compute_loss_func: Callable | None) -> str:
-    """Why this run needs the model's own forward, so that TRL computes the loss; empty where it does not."""
-    model = trainer.model
-    parallel = trainer.accelerator.parallelism_config
-    inner = heads.causal_lm(model)
-    reasons = {
-        "compute_loss_func was passed": compute_loss_func is not None,
-        "the model adds a mixture-of-experts auxiliary loss": trainer.aux_loss_enabled,
-        "the model takes images": trainer._is_vlm,
-        "sequences are split over ranks": parallel is not None and (parallel.cp_enabled or parallel.sp_enabled),
-        "the adapter adds virtual tokens": any(
-            config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()
-        ),
-        "the model has no backbone apart from its head": getattr(inner, "base_model", inner) is inner,
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
-
-
-def _why_unbalanced(trainer: Any, data_collator: Callable | None, whole: bool) -> str:
-    """Why the micro-batches of a step are not cut anew; empty where they are."""
-    reasons = {
-        "a step is one micro-batch": trainer.args.gradient_accumulation_steps == 1,
-        "`packing` or `padding_free` leaves no padding": trainer.args.packing or trainer.padding_free,
-        "a `data_collator` was passed": data_collator is not None,
-        "batches are cut on the main process (a stream, or `dispatch_batches`)": not whole,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:

@@ -10,6 +10,8 @@ from accelerate.logging import get_logger
 
 from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
 from .checkpointed_trainer import CheckpointedTrainer
+from .data.collate import SIZES
+from .data.pieces import pieces
 from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .losses.reduce import row_sums
@@ -25,6 +27,7 @@ class TokenLevelTrainer(CheckpointedTrainer):
     """Mixed into a TRL trainer, before it. Needs `_start_accounting()` once TRL's constructor is done."""
 
     # what the TRL trainer it is mixed into brings
+    args: Any
     accelerator: Any
     data_collator: Any
     model: Any
@@ -91,6 +94,38 @@ class TokenLevelTrainer(CheckpointedTrainer):
             return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
 
         return FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
+
+    def _sum_of_pieces(
+        self, model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> torch.Tensor:
+        """`loss_of(inputs)`; in training, in pieces of at most `per_device_max_tokens`.
+
+        Every piece but the last is back-propagated here, with its graph freed, and no gradient sent: the last one is
+        left to `Trainer`, which sees one loss and one backward pass for the micro-batch.
+        """
+        if self.args.per_device_max_tokens is None or not (self.model.training and torch.is_grad_enabled()):
+            return loss_of(inputs)
+        *early, last = self._pieces(inputs)
+        done: Any = 0.0
+        for piece in early:
+            with self.accelerator.no_sync(model):
+                loss = loss_of(piece)
+                self.accelerator.backward(loss)
+            done = done + loss.detach()
+        return loss_of(last) + done
+
+    def _pieces(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """A micro-batch, whole or in the pieces that `per_device_max_tokens` asks for."""
+        budget = self.args.per_device_max_tokens
+        if budget is None:
+            return [inputs]
+        longest = max(inputs[SIZES].tokens)
+        if longest > budget:
+            logger.warning_once(
+                f"per_device_max_tokens is {budget}, and a row has {longest} tokens: rows that are longer are run one "
+                "at a time. Further ones are not reported."
+            )
+        return pieces(inputs, budget, self.args.pad_to_multiple_of)
 
     def _count_evaluated(self, per_token: torch.Tensor, positions: TrainedPositions, num_rows: int) -> None:
         """Add a batch to the evaluation's sums; rows that only even out the ranks are left out by `gather`."""

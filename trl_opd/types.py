@@ -38,6 +38,16 @@ class TrainedPositions:
 
 
 @dataclass(frozen=True)
+class RowSizes:
+    """What is known of a batch's rows without asking the device: their real tokens, how many of them are trained, and
+    whether the student did not write them (empty where nobody asks)."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[int, ...]
+    off_policy: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class FusedOutput:
     """What the fused head returns for N trained positions.
 

@@ -2,8 +2,8 @@
 
 python layout_run.py OUT JOB FULL_OR_LORA BATCH ACCUMULATION
 
-JOB is sft, distill, mixed (rows of the dataset among the student's, with cross-entropy and an anchor) or base (the
-student's base as teacher).
+JOB is sft, distill, mixed (rows of the dataset among the student's, with cross-entropy and an anchor), base (the
+student's base as teacher) or pieces (distill within a number of tokens).
 """
 
 import os
@@ -55,6 +55,8 @@ else:
     cls = fixed_completions(DistillationTrainer, answers_for(rows, tok))
     if job == "mixed":
         arguments |= {"lmbda": 0.5, "sft_weight": 0.3, "anchor_weight": 0.2}
+    if job == "pieces":
+        arguments |= {"per_device_max_tokens": 50}
     if job == "base":
         arguments |= {"teacher_kind": "base"}
     args = DistillationConfig(out + ".d", max_completion_length=64, **arguments)

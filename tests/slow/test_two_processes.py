@@ -30,6 +30,15 @@ def run(tmp_path, job, kind, batch, accumulation, processes):
 JOBS = [(job, kind) for job in ("sft", "distill", "mixed") for kind in ("full", "lora")] + [("base", "lora")]
 
 
+def test_two_processes_that_cut_different_pieces_equal_one(tmp_path):
+    """4 rows a step within 50 tokens: one process or two send their gradients once, after the last piece."""
+    one = run(tmp_path, "pieces", "full", batch=4, accumulation=1, processes=1)
+    two = run(tmp_path, "pieces", "full", batch=2, accumulation=1, processes=2)
+    assert two["world_size"] == 2 and len(one["gradients"]) == len(two["gradients"]) == 2
+    assert_same_gradients(two["gradients"][0], one["gradients"][0], rtol=1e-4)
+    assert [log["loss"] for log in two["log"]] == pytest.approx([log["loss"] for log in one["log"]], rel=1e-4)
+
+
 @pytest.mark.parametrize("job, kind", JOBS)
 def test_two_processes_equal_one(tmp_path, job, kind):
     one = run(tmp_path, job, kind, batch=2, accumulation=2, processes=1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..balance import longest_first
 from ..masking import check_batch, trained_end, trained_positions
-from ..types import IGNORE_INDEX, Rollout
+from ..types import IGNORE_INDEX, Rollout, RowSizes
 
 POSITIONS = "trained_positions"  # the batch's key for its `TrainedPositions`
 OFF_POLICY = "off_policy"  # for the positions in rows that the student did not write
@@ -18,6 +18,7 @@ NUM_ITEMS = "num_items_in_batch"  # for N, the trained tokens of the whole optim
 SAMPLED = "sampled_log_probs"  # for the log-probabilities that the tokens were sampled with
 TEACHER = "teacher"  # for the batch that the teacher is shown in this one's place
 ROWS = "collated_rows"  # for the rows that a batch was made of
+SIZES = "row_sizes"  # for its `RowSizes`
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class CheckedCollator:
                 check_batch(batch["input_ids"], labels, batch.get("attention_mask"))
             if self.note_positions:
                 batch[POSITIONS] = trained_positions(labels)
+                mask = batch.get("attention_mask")
+                if mask is not None and mask.shape == labels.shape:
+                    trained = (labels != IGNORE_INDEX).sum(1)
+                    batch[SIZES] = RowSizes(tuple(mask.sum(1).tolist()), tuple(trained.tolist()))
         if self.keep_rows:
             batch[ROWS] = CollatedRows(tuple(rows))
         return batch
@@ -65,7 +70,8 @@ def regrouped(batches: list[dict[str, Any]], collate: Callable[[Sequence[Any]], 
 def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: int | None = None) -> dict[str, Any]:
     """Rows with `input_ids` and `labels`, padded on the right to the longest.
 
-    Returns `input_ids`, `attention_mask`, `labels` (B, T) and the `TrainedPositions` of the labels, all on the CPU.
+    Returns `input_ids`, `attention_mask`, `labels` (B, T), the `TrainedPositions` of the labels and the `RowSizes`, all
+    on the CPU.
     """
     longest = max(len(row["input_ids"]) for row in rows)
     if multiple_of:
@@ -83,6 +89,10 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: 
         "attention_mask": attention_mask,
         "labels": labels,
         POSITIONS: trained_positions(labels),
+        SIZES: RowSizes(
+            tuple(len(row["input_ids"]) for row in rows),
+            tuple((labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()),
+        ),
     }
 
 
@@ -104,8 +114,9 @@ def pad_rollout(rollout: Rollout, indices: Sequence[int], pad_token_id: int, mul
         return pad_rows(rows, pad_token_id, multiple_of)
 
     batch = padded(rollout.prompt_ids)
-    off_policy = torch.tensor([not rollout.on_policy[i] for i in indices])
-    batch[OFF_POLICY] = off_policy[batch[POSITIONS].rows].nonzero().squeeze(1)
+    off_policy = [not rollout.on_policy[i] for i in indices]
+    batch[OFF_POLICY] = torch.tensor(off_policy)[batch[POSITIONS].rows].nonzero().squeeze(1)
+    batch[SIZES] = replace(batch[SIZES], off_policy=tuple(off_policy))
     if rollout.teacher_prompt_ids is not None:
         batch[TEACHER] = padded(rollout.teacher_prompt_ids)
     return batch

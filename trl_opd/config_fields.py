@@ -1,0 +1,26 @@
+"""Fields that both configs have, each with its help."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def balance_micro_batches() -> Any:
+    return field(
+        default=True,
+        metadata={
+            "help": "Sort the rows of an optimizer step by length before they are cut into micro-batches, each padded "
+            "to its own longest row. Changes no gradient."
+        },
+    )
+
+
+def per_device_max_tokens() -> Any:
+    return field(
+        default=None,
+        metadata={
+            "help": "Most tokens, padding included, that a model is run on at once in training: a micro-batch with "
+            "more is run in pieces of whole rows. Changes no gradient. A longer row is a piece by itself."
+        },
+    )

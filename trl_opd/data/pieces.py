@@ -1,0 +1,78 @@
+"""A micro-batch in pieces of whole rows, each within a number of tokens. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..types import RowSizes, TrainedPositions
+from .collate import OFF_POLICY, POSITIONS, ROWS, SAMPLED, SIZES, TEACHER
+
+
+def row_cuts(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Stretches of rows, [first, end), whose number times their longest stays within `max_tokens`.
+
+    Rows keep their order. One that is longer by itself is a stretch of its own.
+    """
+    cuts: list[tuple[int, int]] = []
+    first = longest = 0
+    for row, length in enumerate(lengths):
+        longest = max(longest, length)
+        if row > first and (row + 1 - first) * longest > max_tokens:
+            cuts.append((first, row))
+            first, longest = row, length
+    return [*cuts, (first, len(lengths))]
+
+
+def pieces(batch: dict[str, Any], max_tokens: int, multiple_of: int | None = None) -> list[dict[str, Any]]:
+    """A padded batch cut into batches of the same keys, each no wider than its longest row (and `multiple_of`).
+
+    The trained positions of the pieces, one after the other, are those of the batch.
+    """
+    lengths: Sequence[int] = batch[SIZES].tokens
+    if TEACHER in batch:
+        lengths = [max(both) for both in zip(lengths, batch[TEACHER][SIZES].tokens, strict=True)]
+    cuts = row_cuts(lengths, max_tokens)
+    return [batch] if len(cuts) == 1 else [_rows(batch, first, end, multiple_of) for first, end in cuts]
+
+
+def _rows(batch: dict[str, Any], first: int, end: int, multiple_of: int | None) -> dict[str, Any]:
+    """The rows [first, end) of a batch."""
+    sizes: RowSizes = batch[SIZES]
+    (num_rows, wide), width = batch["input_ids"].shape, max(sizes.tokens[first:end])
+    if multiple_of:
+        width = min(width + -width % multiple_of, wide)
+    tokens = slice(sum(sizes.trained[:first]), sum(sizes.trained[:end]))  # of the trained ones, those in these rows
+    piece: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key == POSITIONS:
+            value = _positions(value, first, tokens, wide, width)
+        elif key == SIZES:
+            value = RowSizes(sizes.tokens[first:end], sizes.trained[first:end], sizes.off_policy[first:end])
+        elif key == SAMPLED:
+            value = value[tokens]
+        elif key == OFF_POLICY:
+            before, until = (_count_off_policy(sizes, rows) for rows in (first, end))
+            value = value[before:until] - tokens.start
+        elif key == TEACHER:
+            value = _rows(value, first, end, multiple_of)
+        elif key == ROWS:
+            continue
+        elif isinstance(value, torch.Tensor) and value.shape[:2] == (num_rows, wide):
+            value = value[first:end, :width]
+        piece[key] = value
+    return piece
+
+
+def _positions(positions: TrainedPositions, row: int, tokens: slice, wide: int, width: int) -> TrainedPositions:
+    start = min(positions.start, max(width - 1, 1))  # rows without a label may be shorter than the first label is far
+    rows, index = positions.rows[tokens] - row, positions.index[tokens]
+    columns = index % max(wide - positions.start, 1)
+    return TrainedPositions(start, rows * (width - start) + columns, rows, positions.targets[tokens])
+
+
+def _count_off_policy(sizes: RowSizes, rows: int) -> int:
+    """Trained tokens in the first so many rows that the student did not write."""
+    return sum(n for n, off in zip(sizes.trained[:rows], sizes.off_policy[:rows], strict=True) if off)
