@@ -21,6 +21,7 @@ LAYERS = {
     "rollout": 2,
     "teachers": 2,
     "heads": 2,
+    "flat": 2,
     "_trl": 3,
     "checks": 3,
     "configs": 3,

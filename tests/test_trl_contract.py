@@ -5,6 +5,7 @@ import inspect
 import pytest
 import transformers
 import trl
+from tiny import qwen3
 
 from trl_opd import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer, _trl
 
@@ -69,6 +70,15 @@ def test_attributes_that_trl_sets_and_we_read():
 
 def test_private_names_are_there():
     assert all(hasattr(_trl, name) for name in _trl.__all__)
+
+
+def test_flash_attention_is_told_where_rows_end_by_these_names():
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+
+    names = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert names <= set(FlashAttentionKwargs.__annotations__)
+    assert _trl.attention_of(qwen3(attn_implementation="eager")) == "eager"
+    assert _trl.attention_of(qwen3()) == "sdpa"
 
 
 def test_a_trl_that_is_too_old_is_refused(monkeypatch):

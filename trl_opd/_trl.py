@@ -30,6 +30,7 @@ from trl.trainer.utils import (
 __all__ = [
     "ForwardRedirection",
     "adapters_on_the_head",
+    "attention_of",
     "create_model_from_path",
     "get_config_model_id",
     "global_then_local_main_first",
@@ -116,6 +117,11 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
             break
         layer.support_avx512bf16_for_cpu = False
     return len(layers)
+
+
+def attention_of(model: Any) -> str:
+    """The name of a transformers model's attention implementation."""
+    return model.config.get_text_config()._attn_implementation or "eager"
 
 
 def is_accelerator_there() -> bool:

@@ -16,7 +16,7 @@ from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
 from .config_checks import check_pieces
 from .configs import DistillationConfig
-from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, TEACHER
+from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER
 from .data.report import MaskReport
 from .losses.objectives import Settings as LossSettings
 from .losses.reduce import global_mean
@@ -30,7 +30,7 @@ from .types import FusedOutput, TrainedPositions
 logger = get_logger(__name__)
 
 MAX_EMPTY_STEPS = 3
-MODEL_INPUTS = ("input_ids", "attention_mask")
+MODEL_INPUTS = ("input_ids", "attention_mask", SIZES)
 CROSS_ENTROPY = LossSettings("cross_entropy")
 ANCHOR = LossSettings("divergence", beta=0.0, metrics=False)  # KL(base ‖ p), at temperature 1 whatever the rest has
 SPREAD = ("reward",)  # metrics of which variance and quantiles are logged as well
@@ -98,6 +98,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         if teacher is not None:
             tokens = compare_tokens(self.model, self._tokenizer, teacher, args.trust_remote_code)
         self.teacher_chat_template, self._shared_ids = tokens.chat_template, tokens.shared_ids
+        self._flat = self._leaves_out_padding(self.model, "student")
         restrict_sampling(self, teacher, self._shared_ids)
         self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
         self.teacher_model = getattr(self.teacher, "wrapped", None)
@@ -154,7 +155,8 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         """Σ objective + `sft_weight` · Σ −log p (rows the student did not write) + `anchor_weight` · Σ KL(base ‖ p)."""
         off_policy, sampled = batch.pop(OFF_POLICY, None), batch.pop(SAMPLED, None)
         shown = batch.pop(TEACHER, None) or {**batch, POSITIONS: positions}
-        hidden, head = heads.predicting_states(unwrapped, batch, positions), heads.head_of(unwrapped)
+        hidden = heads.predicting_states(unwrapped, batch, positions, self._flat)
+        head = heads.head_of(unwrapped)
         teacher_hidden, teacher_head = self.teacher.states(unwrapped, shown, shown[POSITIONS])
         out = heads.token_loss(
             self._settings,
@@ -182,7 +184,8 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
 
     def _log_probs(self, unwrapped: Any, batch: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
         """−log p at the temperature of sampling, of the tokens that stand at the positions."""
-        hidden = heads.predicting_states(unwrapped, {key: batch[key] for key in MODEL_INPUTS}, positions)
+        inputs = {key: batch[key] for key in MODEL_INPUTS}
+        hidden = heads.predicting_states(unwrapped, inputs, positions, self._flat)
         settings = LossSettings("cross_entropy", temperature=self.temperature)
         return heads.token_loss(
             settings,

@@ -9,6 +9,7 @@ import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
+from .flat import flattened
 from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
 from .losses.objectives import Settings
 from .losses.shared_ids import SharedIds
@@ -88,14 +89,19 @@ def head_transform(config: Any) -> HeadTransform:
     return HeadTransform(float(scale), getattr(config, "final_logit_softcapping", None))
 
 
-def predicting_states(model: nn.Module, batch: dict[str, Any], positions: TrainedPositions) -> torch.Tensor:
+def predicting_states(
+    model: nn.Module, batch: dict[str, Any], positions: TrainedPositions, flat: bool = False
+) -> torch.Tensor:
     """Run the backbone once on a batch (B, T) and keep the states that predict a trained token: (N, H).
 
-    The model gets no labels. Must run inside the wrapped forward, as everything that touches weights.
+    The model gets no labels. With `flat` (see `why_padded`) it gets no padding either, where the batch knows the sizes
+    of its rows. Must run inside the wrapped forward, as everything that touches weights.
     """
     inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_BACKBONE}
+    if flat and "row_sizes" in batch:
+        inputs, positions = flattened(inputs, positions, batch["row_sizes"])
     inputs["use_cache"] = False
-    hidden = causal_lm(model).base_model(**inputs).last_hidden_state  # (B, T, H)
+    hidden = causal_lm(model).base_model(**inputs).last_hidden_state  # (B, T, H), or (1, tokens, H)
     return select_predicting(hidden, positions)
 
 

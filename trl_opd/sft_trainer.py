@@ -115,6 +115,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             return
         self.loss_is_scaled_for_ga = True  # we divide by the tokens of the whole step ourselves
         self.model_accepts_loss_kwargs = True
+        self._flat = self._leaves_out_padding(self.model, "model")
         # accelerate may cut batches on the main process, where nothing but tensors can be cut
         whole = not isinstance(train_dataset, IterableDataset) and not args.accelerator_config.dispatch_batches
         why_not = why_as_drawn(self, data_collator, whole)
@@ -235,7 +236,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         return global_mean(loss_sum, num_items, self.accelerator.num_processes // self.get_tp_size())
 
     def _score(self, unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
-        hidden = heads.predicting_states(unwrapped, inputs, positions)
+        hidden = heads.predicting_states(unwrapped, inputs, positions, self._flat)
         return heads.token_loss(
             self._settings, hidden, heads.head_of(unwrapped), targets=positions.targets, gather=gather_heads
         )

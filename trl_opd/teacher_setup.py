@@ -162,12 +162,12 @@ def place_teacher(teacher: torch.nn.Module | None, trainer: Any) -> LocalTeacher
     """What scores tokens: a model of its own, placed and sharded as the student is, or an adapter's switch."""
     args = trainer.args
     if teacher is not None:
-        return _placed(teacher, trainer)
+        return _placed(teacher, trainer, "teacher")
     if args.teacher_kind == "base":
-        return AdapterTeacher()
+        return AdapterTeacher(flat=trainer._flat)
     trainer.model.load_adapter(args.teacher_model_name_or_path, _ADAPTER_NAME, is_trainable=False)
     _save_without(trainer.model, _ADAPTER_NAME)
-    return AdapterTeacher(_ADAPTER_NAME)
+    return AdapterTeacher(_ADAPTER_NAME, trainer._flat)
 
 
 def place_anchor(student: Any, trainer: Any) -> LocalTeacher | AdapterTeacher | None:
@@ -175,22 +175,23 @@ def place_anchor(student: Any, trainer: Any) -> LocalTeacher | AdapterTeacher | 
     if not trainer.args.anchor_weight:
         return None
     if isinstance(trainer.model, PeftModel):
-        return AdapterTeacher()
+        return AdapterTeacher(flat=trainer._flat)
     if isinstance(student, str):
         base = create_model_from_path(student, **(trainer.args.model_init_kwargs or {}))
     else:
         base = copy.deepcopy(trainer.model)
     size = sum(p.numel() * p.element_size() for p in base.parameters()) / 2**30
     logger.info(f"anchor_weight: a second, frozen copy of the student is held ({size:.2f} GiB)")
-    return _placed(freeze(base), trainer)
+    return _placed(freeze(base), trainer, "anchor")
 
 
-def _placed(model: torch.nn.Module, trainer: Any) -> LocalTeacher:
+def _placed(model: torch.nn.Module, trainer: Any, whose: str) -> LocalTeacher:
+    flat = trainer._leaves_out_padding(model, whose)
     if trainer.is_deepspeed_enabled:
         wrapped = prepare_deepspeed(model, trainer.accelerator)
     else:
         wrapped = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-    return LocalTeacher(wrapped, trainer.accelerator.unwrap_model(wrapped), trainer._forward_redirection)
+    return LocalTeacher(wrapped, trainer.accelerator.unwrap_model(wrapped), trainer._forward_redirection, flat)
 
 
 def _save_without(model: Any, adapter: str) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ._trl import ForwardRedirection, maybe_gather_lm_head_ctx
+from . import heads
+from ._trl import ForwardRedirection, attention_of, maybe_gather_lm_head_ctx
 from .checkpointed_trainer import CheckpointedTrainer
 from .data.collate import SIZES
 from .data.pieces import pieces
 from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
+from .flat import why_padded
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .types import FusedOutput, TrainedPositions
@@ -94,6 +96,14 @@ class TokenLevelTrainer(CheckpointedTrainer):
             return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
 
         return FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
+
+    def _leaves_out_padding(self, model: Any, whose: str) -> bool:
+        """Whether a model is run on rows without padding; the choice is logged with its reason."""
+        inner = heads.causal_lm(model)
+        attention = attention_of(inner)
+        why_not = why_padded(inner.base_model, attention)
+        logger.info(f"{whose}: padding is {f'kept: {why_not}' if why_not else f'left out ({attention})'}")
+        return not why_not
 
     def _sum_of_pieces(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], torch.Tensor]

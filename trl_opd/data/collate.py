@@ -52,7 +52,7 @@ class CheckedCollator:
             if self.note_positions:
                 batch[POSITIONS] = trained_positions(labels)
                 mask = batch.get("attention_mask")
-                if mask is not None and mask.shape == labels.shape:
+                if mask is not None and mask.shape == labels.shape and bool((mask[:, 1:] <= mask[:, :-1]).all()):
                     trained = (labels != IGNORE_INDEX).sum(1)
                     batch[SIZES] = RowSizes(tuple(mask.sum(1).tolist()), tuple(trained.tolist()))
         if self.keep_rows:

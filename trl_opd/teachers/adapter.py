@@ -43,10 +43,10 @@ def switched(model: Any, adapter: str | None) -> Iterator[None]:
 
 class AdapterTeacher:
     """The student's base with its adapter off (`adapter=None`: the `base` teacher), or under a second, frozen
-    adapter."""
+    adapter; `flat` leaves out padding (`predicting_states`)."""
 
-    def __init__(self, adapter: str | None = None):
-        self.adapter = adapter
+    def __init__(self, adapter: str | None = None, flat: bool = False):
+        self.adapter, self.flat = adapter, flat
 
     def states(
         self, student: nn.Module, batch: dict[str, Any], positions: TrainedPositions
@@ -56,7 +56,7 @@ class AdapterTeacher:
         Must run inside the student's wrapped forward.
         """
         with torch.no_grad(), switched(student, self.adapter):
-            hidden = predicting_states(student, batch, positions)
+            hidden = predicting_states(student, batch, positions, self.flat)
             head = head_of(student)
         if not head.plain:  # its own adapter must be switched too, whenever it is called
             head = replace(head, module=_Switched(student, head.module, self.adapter))

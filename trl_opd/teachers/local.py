@@ -18,18 +18,18 @@ InForward = Callable[..., Any]
 
 class LocalTeacher:
     """A frozen model, wrapped as the student is. `in_forward(wrapped, unwrapped, function, *args)` runs a function as
-    its
-    forward."""
+    its forward; `flat` leaves out padding (`predicting_states`)."""
 
-    def __init__(self, wrapped: nn.Module, unwrapped: nn.Module, in_forward: InForward):
-        self.wrapped, self.unwrapped, self.in_forward = wrapped, unwrapped, in_forward
+    def __init__(self, wrapped: nn.Module, unwrapped: nn.Module, in_forward: InForward, flat: bool = False):
+        self.wrapped, self.unwrapped, self.in_forward, self.flat = wrapped, unwrapped, in_forward, flat
 
     def states(
         self, student: nn.Module, batch: dict[str, Any], positions: TrainedPositions
     ) -> tuple[torch.Tensor, Head]:
         """States that predict the trained tokens, (N, H'), without gradient, and the head that scores them."""
         with torch.no_grad():
-            hidden = self.in_forward(self.wrapped, self.unwrapped, predicting_states, self.unwrapped, batch, positions)
+            work = predicting_states, self.unwrapped, batch, positions, self.flat
+            hidden = self.in_forward(self.wrapped, self.unwrapped, *work)
         return hidden, head_of(self.unwrapped)
 
     def write(self, student: nn.Module, prompts: list[list[int]], config: Any, **stops: Any) -> list[list[int]]:

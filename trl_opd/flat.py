@@ -1,0 +1,63 @@
+"""A padded batch as one row without padding, for attention that knows where a sequence ends (FlashAttention)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from .types import RowSizes, TrainedPositions
+
+_ATTENTION_ONLY = {"full_attention", "sliding_attention"}
+
+
+def why_padded(backbone: nn.Module, attention: str) -> str:
+    """Why rows must stay padded for a model with this attention implementation; empty where padding can go."""
+    layers = set(getattr(backbone.config, "layer_types", None) or ()) - _ATTENTION_ONLY
+    parameters = inspect.signature(backbone.forward).parameters
+    reasons = {
+        f"attention is {attention}, and only FlashAttention knows where a row ends": "flash" not in attention,
+        f"it has layers of {', '.join(sorted(layers))}": bool(layers),
+        "it has convolutions, which would run across rows": any(isinstance(m, nn.Conv1d) for m in backbone.modules()),
+        "its forward takes no positions": "position_ids" not in parameters,
+        "its forward takes no sequence lengths": all(p.kind is not p.VAR_KEYWORD for p in parameters.values()),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def flattened(
+    inputs: dict[str, Any], positions: TrainedPositions, sizes: RowSizes
+) -> tuple[dict[str, Any], TrainedPositions]:
+    """Rows (B, T), padded on the right, as one row (1, Σ tokens) and the trained positions in it.
+
+    Positions start anew with every row; `cu_seq_lens_*` (B + 1,) int32 and `max_length_*` say where rows end, as
+    transformers' FlashAttention takes them. No attention mask is left. Waits for no device.
+    """
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    total = sum(sizes.tokens)
+    lengths = mask.sum(1)
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    rows = torch.repeat_interleave(torch.arange(ids.size(0), device=ids.device), lengths, output_size=total)
+    columns = torch.arange(total, device=ids.device) - starts[rows]
+    cu_seq_lens = pad(ends, (1, 0)).to(torch.int32)
+    longest = max(sizes.tokens)
+    flat = {
+        key: value
+        for key, value in inputs.items()
+        if not (isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape[:2])
+    }
+    flat |= {
+        "input_ids": ids[rows, columns].unsqueeze(0),
+        "position_ids": columns.unsqueeze(0),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    width = max(ids.size(1) - positions.start, 1)
+    predicting = starts[positions.rows] + positions.start - 1 + positions.index % width
+    return flat, TrainedPositions(1, predicting, positions.rows, positions.targets)
