@@ -242,6 +242,9 @@ def _take_mixture(reading: Reading) -> None:
     if typed is None and reading.typed("dataset_name") is not None:
         reading.say(key, "not used: `--dataset_name` is set")
         return
+    name = reading.recipe.pop("dataset_name", None)
+    if name is not None:
+        reading.say("dataset_name", f"not used: the `{key}` beside it is, as then", name)
     if key == MIXTURE:
         reading.mixture = read_mixture(value)
         reading.say(key, f"mixed as then: {len(reading.mixture.datasets)} datasets, seed {reading.mixture.seed}")

@@ -189,6 +189,11 @@ def load_rows(settings: Settings) -> tuple[Any, Any]:
         name = mixture.key if isinstance(mixture, Mixture) else "datasets"
         if script.dataset_name:
             raise UsageError(f"both `{name}` and `dataset_name` are set: leave one of them out")
+        if script.dataset_streaming:
+            way = (
+                "its shares are drawn from whole datasets" if isinstance(mixture, Mixture) else "set `streaming: true`"
+            )
+            raise UsageError(f"`dataset_streaming: true` does not go with `{name}`: {way}")
         splits = load_mixture(mixture) if isinstance(mixture, Mixture) else trl.get_dataset(mixture)
     elif script.dataset_name:
         name = script.dataset_name

@@ -6,6 +6,7 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from trl_opd import old_keys, run
 from trl_opd.data.mixture import Mixture, load_mixture, read_mixer, read_mixture
 from trl_opd.data.rows import DatasetError
+from trl_opd.errors import UsageError
 from trl_opd.recipes import parse
 
 
@@ -36,6 +37,35 @@ def test_shares_are_drawn_with_the_seed_and_shuffled(folder):
     assert sorted(other["prompt"]) != sorted(got["prompt"])
 
 
+def test_without_a_weight_all_rows_are_drawn_and_with_null_none_are(folder):
+    """A part weighs 1.0 in open-r1 unless the recipe says otherwise: its rows are shuffled before they are mixed."""
+    got = mixed({"id": "a.jsonl"}, {"id": "b.jsonl", "weight": None}, seed=7)["train"]
+    parts = [rows("a", 10).shuffle(seed=7), rows("b", 20)]
+    assert got["prompt"] == concatenate_datasets(parts).shuffle(seed=7)["prompt"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "d"])
+def test_a_split_may_have_a_slice(folder, name):
+    """As `load_dataset(split=...)` reads it: percents, two ends, several splits."""
+    split, letter = ("train", "a") if name == "a.jsonl" else ("train_sft", "d")
+    got = mixed({"id": name, "split": f"{split}[:20%]+{split}[7:9]", "weight": None}, seed=1)["train"]
+    assert sorted(got["prompt"]) == [f"{letter}{i}" for i in (0, 1, 7, 8)]
+    if name == "d":
+        both = mixed({"id": name, "split": "train_sft+test_sft"})["train"]
+        assert len(both) == 13
+    with pytest.raises(DatasetError, match=r"dataset_mixture: .* has no rows 'nope\[:2\]'"):
+        mixed({"id": "d", "split": "nope[:2]"})
+
+
+def test_a_column_that_a_part_lacks_is_empty_and_said(folder, caplog):
+    got = mixed({"id": "a.jsonl"}, {"id": "c.jsonl"})["train"]
+    assert len(got) == 14 and sum(extra is None for extra in got["extra"]) == 4
+    assert "c.jsonl has no 'extra'" in caplog.text and "Set the same `columns`" in caplog.text
+    Dataset.from_list([{"prompt": 1, "completion": "x"}]).to_json("e.jsonl")
+    with pytest.raises(DatasetError, match="the columns of its datasets do not fit together"):
+        mixed({"id": "a.jsonl"}, {"id": "e.jsonl"})
+
+
 def test_columns_and_a_test_split(folder):
     columns = ["prompt", "completion"]
     parts = {"id": "a.jsonl", "columns": columns}, {"id": "c.jsonl", "columns": columns}
@@ -53,7 +83,10 @@ def test_columns_and_a_test_split(folder):
         ({"datasets": [{"id": "a.jsonl", "weight": 2}]}, "its weight is 2; it must be a share"),
         ({"datasets": [{"id": "a.jsonl"}], "sed": 1}, "unknown key `sed`"),
         ({"datasets": [{"id": "a.jsonl", "columns": ["x"]}]}, "a.jsonl has no column 'x'"),
-        ({"datasets": [{"id": "a.jsonl"}, {"id": "c.jsonl"}]}, "Set the same `columns` for each"),
+        (
+            {"datasets": [{"id": "a.jsonl", "columns": ["prompt"]}, {"id": "c.jsonl", "columns": ["completion"]}]},
+            "Set the same `columns` for each",
+        ),
         ({"datasets": [{"id": "none.jsonl"}]}, "there is no file none.jsonl"),
     ],
 )
@@ -85,6 +118,12 @@ def test_a_recipe_reaches_the_mixture(folder):
     assert (len(train), len(test)) == (20, 5)
     settings = parse("sft", ["--config", "r.yaml", "--dataset_name", "a.jsonl", "--dataset_test_split", "train"])
     assert not settings.mixture.datasets and len(run.load_rows(settings)[0]) == 10
+    beside = {"dataset_name": "a.jsonl", "dataset_mixture": {"datasets": [{"id": "b.jsonl"}]}}
+    reading = old_keys.translate("sft", beside, [])
+    assert reading.mixture.datasets[0].id == "b.jsonl" and "dataset_name" not in reading.recipe
+    assert ("dataset_name: a.jsonl", "not used: the `dataset_mixture` beside it is, as then") in reading.rows
+    with pytest.raises(UsageError, match="`dataset_streaming: true` does not go with `dataset_mixture`"):
+        run.load_rows(parse("sft", ["--config", "r.yaml", "--dataset_streaming", "true"]))
     reading = old_keys.translate("sft", {"dataset_mixer": {"d": 1}, "dataset_splits": ["train_sft"]}, [])
     assert reading.mixture.datasets[0].split == "train_sft" and not reading.recipe.get("dataset_splits")
     reading = old_keys.translate("sft", {}, ["--dataset_mixture", '{"datasets": [{"id": "a.jsonl"}]}'])

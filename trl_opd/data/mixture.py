@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, DatasetDict, concatenate_datasets
 
-from .load import load_splits, pick_split
+from .load import load_rows
 from .rows import DatasetError
 
 MIXTURE, MIXER = "dataset_mixture", "dataset_mixer"
 _PART_KEYS = {"id", "config", "split", "columns", "weight"}
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture: `weight` is the share of its rows that is taken, `None` all of them."""
+    """One dataset of a mixture. `split` may have a slice, as `train[:10%]`; `weight` is the share of its rows that is
+    taken, `None` all of them in their own order."""
 
     id: str
     config: str | None = None
@@ -61,9 +65,16 @@ def read_mixture(value: Any) -> Mixture:
                 part.get("config"),
                 part.get("split") or "train",
                 None if columns is None else tuple(columns),
-                _weight(part.get("weight"), where),
+                _weight(part.get("weight", 1.0), where),  # open-r1 draws all rows of a part without a weight
             )
         )
+    named = [part for part in parts if part.columns is not None]
+    for part in named:
+        if set(part.columns or ()) != set(named[0].columns or ()):
+            raise DatasetError(
+                f"{MIXTURE}: {part.id} has the `columns` {list(part.columns or ())}, {named[0].id} has "
+                f"{list(named[0].columns or ())}. Set the same `columns` for each."
+            )
     return Mixture(tuple(parts), int(value.get("seed") or 0), value.get("test_split_size"))
 
 
@@ -100,18 +111,30 @@ def _together(parts: Sequence[Part], mixture: Mixture) -> Dataset:
     if mixture.key == MIXER:  # which kept the columns it knew: those that all have are what can be mixed
         shared = [name for name in rows[0].column_names if all(name in other.column_names for other in rows)]
         rows = [other.select_columns(shared) for other in rows]
-    for part, other in zip(parts, rows, strict=True):
-        if set(other.column_names) != set(rows[0].column_names):
-            raise DatasetError(
-                f"{mixture.key}: {part.id} has the columns {other.column_names}, {parts[0].id} has "
-                f"{rows[0].column_names}. Set the same `columns` for each."
-            )
-    return concatenate_datasets(rows).shuffle(seed=mixture.seed)
+    missing = {
+        f"{part.id} has no {name!r}"
+        for part, other in zip(parts, rows, strict=True)
+        for name in {name for one in rows for name in one.column_names} - set(other.column_names)
+    }
+    if missing:
+        logger.warning(
+            "%s: the columns differ, and what a part does not have is empty in its rows: %s. Set the same `columns` "
+            "for each to leave the others out.",
+            mixture.key,
+            "; ".join(sorted(missing)),
+        )
+    try:
+        together = concatenate_datasets(rows)
+    except ValueError as error:
+        raise DatasetError(
+            f"{mixture.key}: the columns of its datasets do not fit together: {error}. Set `columns` for each, to "
+            "those that all have alike."
+        ) from error
+    return together.shuffle(seed=mixture.seed)
 
 
 def _part(part: Part, mixture: Mixture) -> Dataset:
-    splits = load_splits(part.id, part.config, train_split=part.split)
-    rows = pick_split(splits, part.split, flag=mixture.key, name=part.id)
+    rows = load_rows(part.id, part.config, part.split, flag=mixture.key)
     if part.columns is not None:
         missing = [name for name in part.columns if name not in rows.column_names]
         if missing:
