@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
-from trl_opd import launch, shipped
+from trl_opd import launch, recipes, shipped
 from trl_opd.cli.main import main
 from trl_opd.errors import UsageError
 from trl_opd.launch import WANTED, Request, build_command, join, take_flags
+from trl_opd.run import build
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +147,57 @@ def test_fsdp_without_a_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(launch, "count_devices", lambda: 0)
     with pytest.raises(UsageError, match="FSDP is asked for and this machine has no GPU"):
         join({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"})
+
+
+@pytest.mark.parametrize(
+    "argv, recipe, message",
+    [
+        (
+            ["--learning_rrate", "1"],
+            "output_dir: out\n",
+            "unknown flag `--learning_rrate`; did you mean `--learning_rate`?",
+        ),
+        ([], "learning_rrate: 1\n", "unknown key `learning_rrate`; did you mean `learning_rate`?"),
+        ([], "max_steps: many\n", "argument --max_steps"),
+        ([], "warmup_ratio: 2\n", "warmup_ratio is 2; it is a share of the steps"),
+        (["--config", "none.yaml"], "", "recipe none.yaml: No such file"),
+    ],
+)
+@pytest.mark.parametrize("job", ["sft", "distill"])
+def test_a_wrong_recipe_starts_nothing(job, argv, recipe, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("started"))
+    (tmp_path / "r.yaml").write_text(recipe)
+    assert main([job, "--num_processes", "2", *(argv if "--config" in argv else ["--config", "r.yaml", *argv])]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("error: ") == 1 and message in said.err and said.out == ""
+
+
+def test_a_good_recipe_is_checked_quietly_and_started_as_it_is(tmp_path, capsys, monkeypatch):
+    """What the recipe sets in the environment, and the table of old keys, is left to the processes."""
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *command: started.append(command))
+    monkeypatch.setattr(launch, "count_devices", lambda: 0)
+    monkeypatch.setenv("WANDB_PROJECT", "before")
+    monkeypatch.setattr(launch, "join", lambda _: (_ for _ in ()).throw(UsageError("back")))
+    (tmp_path / "r.yaml").write_text("wandb_project: p\nmax_seq_length: 64\noutput_dir: out\n")
+    rest = ["--config", str(tmp_path / "r.yaml"), "--max_steps", "1"]
+    assert main(["sft", *rest, "--num_processes", "2"]) == 2
+    assert started[0][1][-len(rest) :] == rest
+    assert os.environ["WANDB_PROJECT"] == "before" and "max_length" not in capsys.readouterr().err
+
+
+def test_processes_that_did_not_meet_are_an_error(tmp_path, monkeypatch):
+    """This process is one by itself, whatever the launcher says."""
+    settings = recipes.parse("sft", ["--output_dir", str(tmp_path / "out")])
+    with pytest.raises(UsageError, match="there is no model"):
+        build(settings)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        UsageError, match="says that there are 2 processes and this run has 1: each would train by itself"
+    ):
+        build(settings)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_launcher_is_not_started_from_a_launcher(monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,15 @@ class Became:
 
 
 class Reading:
-    """A copy of a recipe and a command line on its way to today's keys, and the `rows` of the table."""
+    """A copy of a recipe and a command line on its way to today's keys, the `rows` of the table, and what is to be put
+    into the `environment`."""
 
     def __init__(self, job: str, recipe: dict[str, Any], argv: Sequence[str]):
         self.job, self.recipe, self.argv = job, dict(recipe), list(argv)
         self.rows: list[tuple[str, str]] = []
         self.mixture: Mixture | None = None
         self.tokenizer: str | None = None
+        self.environment: dict[str, str] = {}
 
     def flags(self) -> list[str]:
         """Names of the flags on the command line, with underscores."""
@@ -99,7 +100,7 @@ class Reading:
             self.recipe[new] = new_value
             said.append(_pair(new, new_value))
         for name, text in became.env.items():
-            os.environ[name] = text
+            self.environment[name] = text
             said.append(f"environment variable `{name}={text}`")
         self.say(key, "; ".join(filter(None, [", ".join(said), became.note])), value)
 

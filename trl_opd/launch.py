@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -72,14 +72,20 @@ def take_flags(argv: Sequence[str]) -> Request:
 
 
 def start(job: str, request: Request) -> NoReturn:
-    """Become the launcher: its exit code and the signals it gets are this command's. Raises `UsageError`."""
-    size = _world_size(os.environ)
+    """Become the launcher: its exit code and the signals it gets are this command's.
+
+    Raises `UsageError`, for a recipe with a wrong key too: a launcher would turn that into its own exit code and text.
+    """
+    size = world_size(os.environ)
     if size is not None:
         raise UsageError(
             f"a launcher has already started this process, one of {size}: give --accelerate_config and --num_processes "
             "to that launcher, or start `trl-opd` without it"
         )
     command, environment = build_command(job, request, count_devices())
+    from .recipes import check  # as late as here: it imports TRL
+
+    check(job, request.rest)
     print(f"trl-opd {job}: {shlex.join(command)}", file=sys.stderr, flush=True)
     os.execve(command[0], command, os.environ | environment)
 
@@ -140,7 +146,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def join(environ: MutableMapping[str, str]) -> None:
     """What a process does first: see that all that were asked for are there. Raises `UsageError`."""
-    size, wanted = _world_size(environ), environ.pop(WANTED, None)  # taken out: not for processes started from here
+    size, wanted = world_size(environ), environ.pop(WANTED, None)  # taken out: not for processes started from here
     if wanted is not None and int(wanted) != (size or 1):
         raise UsageError(
             f"{wanted} processes were asked for and the launcher started {size or 1}: each would train by itself. "
@@ -159,6 +165,17 @@ def join(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("ACCELERATE_USE_CPU", "true")  # without it each process trains by itself, no word said
 
 
+def check_all_met(size: int) -> None:
+    """See that as many processes have met, `size`, as the launcher says there are. Raises `UsageError`."""
+    there = world_size(os.environ) or 1
+    if size != there:
+        raise UsageError(
+            f"the launcher says that there are {there} processes and this run has {size}: each would train by itself. "
+            "Start `trl-opd` with --num_processes, accelerate or torchrun; on a CPU leave ACCELERATE_USE_CPU unset, or "
+            "true"
+        )
+
+
 def count_devices() -> int:
     """GPUs, or other accelerators, that torch sees."""
     import torch
@@ -166,5 +183,6 @@ def count_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _world_size(environ: MutableMapping[str, str]) -> int | None:
+def world_size(environ: Mapping[str, str]) -> int | None:
+    """How many processes a launcher says there are; `None` without one."""
     return next((int(environ[name]) for name in SIZES if name in environ), None)

@@ -77,30 +77,45 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     Raises `UsageError` for a recipe that cannot be read and for keys or flags that nobody knows, and whatever a
     config's own checks raise.
     """
+    parser, reading = _understand(job, argv)
+    for name, value in reading.environment.items():
+        os.environ[name] = value
+    old_keys.show(job, reading.rows)
+    # TRL's dataclasses in order, then the namespace that holds our own `--config`
+    script, training, model, mixture, _ = parser.parse_args_into_dataclasses(reading.argv, look_for_args_file=False)
+    return Settings(job, script, training, model, reading.mixture or mixture, reading.tokenizer)
+
+
+def check(job: str, argv: Sequence[str]) -> None:
+    """Every key and flag, and the kind of every value, before several processes are started that would each say it.
+
+    What depends on the number of processes is left to them. Raises `UsageError`; prints and changes nothing.
+    """
+    _understand(job, argv)
+
+
+def _understand(job: str, argv: Sequence[str]) -> tuple[_Parser, old_keys.Reading]:
+    """A parser with the recipe's values as defaults, and the recipe and flags in today's keys."""
     parser = make_parser(job)
     known = sorted({action.dest for action in parser._actions} - {"help"})
     first = _Parser((), add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     recipe_path = first.parse_known_args(argv)[0].config
     reading = old_keys.translate(job, {} if recipe_path is None else read_recipe(find_recipe(recipe_path)), argv)
-    recipe, argv = reading.recipe, reading.argv
-    for name, value in (recipe.pop("env", None) or {}).items():
-        os.environ[name] = str(value)
+    recipe = reading.recipe
+    reading.environment |= {name: str(value) for name, value in (recipe.pop("env", None) or {}).items()}
     unknown = [key for key in recipe if key not in known]
     if unknown:
         raise UsageError(_unknown([f"{recipe_path}: unknown key `{key}`" for key in unknown], unknown, job, known))
     parser.set_defaults_with_config(**recipe)
-    rest = parser.parse_known_args(argv)[1]
+    rest = parser.parse_known_args(reading.argv)[1]
     if rest:
         flags = [part.split("=")[0] for part in rest if part.startswith("--")]
         if not flags:
             raise UsageError(f"unexpected argument `{rest[0]}`: every value follows a --flag")
         names = [flag.lstrip("-").replace("-", "_") for flag in flags]
         raise UsageError(_unknown([f"unknown flag `{flag}`" for flag in flags], names, job, known, "--"))
-    old_keys.show(job, reading.rows)
-    # TRL's dataclasses in order, then the namespace that holds our own `--config`
-    script, training, model, mixture, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    return Settings(job, script, training, model, reading.mixture or mixture, reading.tokenizer)
+    return parser, reading
 
 
 def read_recipe(path: str) -> dict[str, Any]:

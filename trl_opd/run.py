@@ -36,6 +36,7 @@ from .data.mixture import Mixture, load_mixture
 from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
 from .errors import RunError, UsageError
+from .launch import check_all_met
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
 from .student_setup import is_adapter_folder
@@ -107,6 +108,7 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     preflight finds is left to the caller where `heed` is false.
     """
     args, model_args = settings.training, settings.model
+    check_all_met(args.world_size)
     if model_args.model_name_or_path is None:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
     if not is_accelerator_there():

@@ -82,19 +82,35 @@ def test_a_launcher_that_starts_fewer_is_an_error(folder):
     assert not (folder / "out").exists()
 
 
+# how a run is started, and the exit code of a wrong recipe: a launcher has its own
 WAYS = {
-    "trl-opd": [*CLI, "sft"],
-    "--num_processes": [*CLI, "sft", "--num_processes", "2"],
-    "python -m": [sys.executable, "-m", "trl_opd.run_sft"],
-    "accelerate launch": [*ACCELERATE, "--cpu", "-m", "trl_opd.run_sft"],
+    "trl-opd": ([*CLI, "sft"], 2),
+    "--num_processes": ([*CLI, "sft", "--num_processes", "2"], 2),
+    "python -m": ([sys.executable, "-m", "trl_opd.run_sft"], 2),
+    "accelerate launch": (
+        [*ACCELERATE, "--config_file", str(shipped.ACCELERATE / "cpu2.yaml"), "-m", "trl_opd.run_sft"],
+        1,
+    ),
+    "torchrun": ([*TORCHRUN, "-m", "trl_opd.run_sft"], 1),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_unknown_key_is_an_error_once_from_every_way_of_starting(folder, way):
+    command, code = WAYS[way]
     (folder / "recipe.yaml").write_text("learning_rrate: 1.0e-5\noutput_dir: out\n")
-    done = run([*WAYS[way], "--config", "recipe.yaml"], folder)
-    assert done.returncode != 0 and done.stderr.count("did you mean `learning_rate`?") == 1, done.stderr[-2000:]
+    done = run([*command, "--config", "recipe.yaml"], folder)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert done.stderr.count("did you mean `learning_rate`?") == 1, done.stderr[-2000:]
+    assert code == 1 or "torch.distributed" not in done.stderr  # nothing was started
+    assert not (folder / "out").exists()
+
+
+def test_processes_that_do_not_meet_are_an_error(folder):
+    """accelerate then takes each for a run of its own, without a word."""
+    done = run([*TORCHRUN, "-m", "trl_opd.run_sft", *flags("sft")], folder, ACCELERATE_USE_CPU="false")
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert done.stderr.count("says that there are 2 processes and this run has 1") == 1, done.stderr[-2000:]
     assert not (folder / "out").exists()
 
 
