@@ -27,6 +27,7 @@ LAYERS = {
     "configs": 3,
     "config_checks": 3,
     "old_keys": 3,
+    "old_values": 3,
     "key_rules": 3,
     "grpo_keys": 3,
     "recipes": 3,

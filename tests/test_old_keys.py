@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny import CHATML, qwen3, tokenizer
 from training import text_rows
 
-from trl_opd import grpo_keys, old_keys, recipes
+from trl_opd import grpo_keys, old_keys, old_values, recipes
 from trl_opd import run as run_module
 from trl_opd.errors import UsageError
 from trl_opd.run import run
@@ -100,8 +100,8 @@ ONE_JOB = [("sft", *row) for row in RENAMED_SFT] + [("distill", *row) for row in
 
 @pytest.fixture
 def without_liger_and_flash(monkeypatch):
-    monkeypatch.setattr(old_keys.transformers_utils, "is_liger_kernel_available", lambda: False)
-    monkeypatch.setattr(old_keys, "is_accelerator_there", lambda: False)
+    monkeypatch.setattr(old_values.transformers_utils, "is_liger_kernel_available", lambda: False)
+    monkeypatch.setattr(old_values, "is_accelerator_there", lambda: False)
 
 
 @pytest.mark.parametrize("by_flag", [False, True], ids=["recipe", "flag"])
@@ -198,6 +198,17 @@ def test_dtype_inside_model_init_kwargs(parse):
     settings, said = parse("distill", teacher_model_init_kwargs={"torch_dtype": "bfloat16", "revision": "r"})
     assert settings.training.teacher_model_init_kwargs == {"dtype": "bfloat16", "revision": "r"}
     assert "teacher_model_init_kwargs.torch_dtype" in said
+
+
+@pytest.mark.parametrize("job, key", [("sft", "model_init_kwargs"), ("distill", "teacher_model_init_kwargs")])
+def test_a_fallback_of_attention_is_said_wherever_it_was_asked_for(parse, without_liger_and_flash, job, key):
+    settings, said = parse(job, **{key: {"attn_implementation": "flash_attention_2", "revision": "r"}})
+    assert getattr(settings.training, key) == {"attn_implementation": "sdpa", "revision": "r"}
+    assert f"{key}.attn_implementation" in said and "there is no flash attention on this machine" in said
+    settings, said = parse(job, attn_implementation="flash_attention_3")
+    assert settings.model.attn_implementation == "sdpa" and "attn_implementation: flash_attention_3" in said
+    settings, said = parse(job, attn_implementation="eager")
+    assert settings.model.attn_implementation == "eager" and said == ""
 
 
 def test_old_habits_stay_only_in_old_recipes(parse):

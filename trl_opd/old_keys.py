@@ -11,29 +11,27 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import transformers.utils as transformers_utils
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ._trl import is_accelerator_there
 from .configs import DistillationConfig
-from .data.mixture import MIXER, MIXTURE, read_mixer, read_mixture
 from .errors import UsageError
 from .grpo_keys import take_grpo
-from .key_rules import Became, Reading, Rule, environment, is_true, listed, parsed, renamed, unused, where_true, within
+from .key_rules import Became, Reading, Rule, environment, listed, renamed, unused, where_true, within
+from .old_values import change_values, keep_old_habits, take_mixture
 
 
 def translate(job: str, recipe: dict[str, Any], argv: Sequence[str]) -> Reading:
     """Recipe and command line in today's keys. Raises `UsageError` for a value that never was one."""
     reading = Reading(job, recipe, argv)
-    _take_mixture(reading)
+    take_mixture(reading)
     old = reading.apply(rules_of(job))
-    _change_values(reading)
+    change_values(reading)
     if job == "distill":
         take_grpo(reading)
     elif old or reading.mixture is not None:
-        _keep_old_habits(reading)
+        keep_old_habits(reading)
     return reading
 
 
@@ -222,89 +220,3 @@ DISTILL: dict[str, Rule] = {
     "use_transformers_paged": unused("generation is transformers' own, or `use_vllm: true`"),
     "wandb_log_unique_prompts": renamed("log_unique_prompts"),
 }
-
-
-# --- what concerns several keys, or values ---------------------------------------------------------------------------
-
-# (key, value that is gone) -> its value today
-VALUES = {("optim", "adamw_hf"): "adamw_torch", ("packing_strategy", "ffd"): "bfd"}
-STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy")
-
-
-def _take_mixture(reading: Reading) -> None:
-    """`dataset_mixture` or `dataset_mixer`, unless a `--dataset_name` was typed over it."""
-    key = next((key for key in (MIXTURE, MIXER) if reading.asked(key)), None)
-    if key is None:
-        return
-    typed = reading.typed(key, take=True)
-    value = parsed(reading.recipe.pop(key, None) if typed is None else typed)
-    configs, splits = reading.get("dataset_configs"), reading.get("dataset_splits")
-    if typed is None and reading.typed("dataset_name") is not None:
-        reading.say(key, "not used: `--dataset_name` is set")
-        return
-    name = reading.recipe.pop("dataset_name", None)
-    if name is not None:
-        reading.say("dataset_name", f"not used: the `{key}` beside it is, as then", name)
-    if key == MIXTURE:
-        reading.mixture = read_mixture(value)
-        reading.say(key, f"mixed as then: {len(reading.mixture.datasets)} datasets, seed {reading.mixture.seed}")
-        return
-    for name in ("dataset_configs", "dataset_splits"):
-        reading.typed(name, take=True)
-        reading.recipe.pop(name, None)
-    reading.mixture = read_mixer(
-        value, None if splits is None else listed(splits), None if configs is None else listed(configs)
-    )
-    reading.say(key, "mixed as then: the first rows of each, by its share; shuffled with seed 42")
-
-
-def _change_values(reading: Reading) -> None:
-    """Values that mean nothing today, or nothing on this machine."""
-    for key in STRATEGIES:
-        if reading.recipe.get(key) is False:  # YAML reads a bare `no` as false
-            reading.recipe[key] = "no"
-    for (key, old), new in VALUES.items():
-        if reading.get(key) == old:
-            reading.put(key, new)
-            reading.say(key, f"`{key}: {new}`", old)
-    attention = reading.get("attn_implementation")
-    if isinstance(attention, str) and not _has_attention(attention):
-        reading.put("attn_implementation", "sdpa")
-        reading.say("attn_implementation", "`sdpa`: there is no flash attention on this machine", attention)
-    if is_true(reading.get("use_liger_kernel")) and not transformers_utils.is_liger_kernel_available():
-        reading.put("use_liger_kernel", False)
-        reading.say("use_liger_kernel", "`false`: liger_kernel is not installed (pip install liger-kernel)", True)
-    for key in ("model_init_kwargs", "teacher_model_init_kwargs"):
-        kwargs = parsed(reading.get(key))
-        if isinstance(kwargs, dict) and "torch_dtype" in kwargs:
-            dtype = kwargs["torch_dtype"]
-            rest = {name: value for name, value in kwargs.items() if name != "torch_dtype"}
-            reading.put(key, {"dtype": dtype, **rest})
-            reading.say(f"{key}.torch_dtype", f"`dtype: {dtype}`", dtype)
-    kwargs = parsed(reading.get("dataset_kwargs"))
-    if isinstance(kwargs, dict) and kwargs.keys() - {"skip_prepare_dataset"}:
-        gone = sorted(kwargs.keys() - {"skip_prepare_dataset"})
-        reading.put("dataset_kwargs", {name: value for name, value in kwargs.items() if name not in gone} or None)
-        reading.say("dataset_kwargs", f"not used: {', '.join(gone)}; special tokens come from template and tokenizer")
-
-
-def _has_attention(name: str) -> bool:
-    """Whether an attention can be had; of others than flash attention `transformers` judges."""
-    if not name.startswith("flash_attention_"):
-        return True
-    check = getattr(transformers_utils, f"is_flash_attn_{name.removeprefix('flash_attention_')}_available", None)
-    # `kernels` brings flash attention from the Hub
-    return is_accelerator_there() and (check is None or check() or transformers_utils.is_kernels_available())
-
-
-def _keep_old_habits(reading: Reading) -> None:
-    """Rows were cut without a word then, which stays, counted; and every turn was trained, which does not stay."""
-    if not reading.asked("overflow"):
-        reading.recipe["overflow"] = "cut"
-        reading.say("(not set)", "`overflow: cut`: longer rows are cut and counted, as in this recipe's time")
-    if reading.asked("system_prompt"):
-        reading.say("system_prompt", "put before conversations that have none; open-r1's sft kept it for benchmarks")
-    if not reading.asked("train_on", "completion_only_loss", "assistant_only_loss"):
-        reading.say(
-            "(not set)", "`train_on: assistant`: of `messages` every turn was trained then; now `train_on: all`"
-        )
