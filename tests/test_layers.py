@@ -47,6 +47,7 @@ LAYERS = {
     "rollout_trainer": 3,
     "distillation_trainer": 3,
     "progress": 3,
+    "process_log": 3,
     "accuracy": 3,
     "teacher_setup": 3,
     "student_setup": 3,

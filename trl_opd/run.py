@@ -37,6 +37,7 @@ from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
 from .errors import RunError, UsageError
 from .launch import check_all_met
+from .process_log import set_up_logging
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
 from .student_setup import is_adapter_folder
@@ -95,14 +96,6 @@ def run(job: str, argv: Sequence[str]) -> Any:
     return trainer
 
 
-def set_up_logging(args: Any, level: int = logging.INFO) -> None:
-    """Messages of the main process; the others only speak of warnings."""
-    main_process = PartialState().is_local_main_process
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("trl_opd").setLevel(level if main_process else max(level, logging.WARNING))
-    transformers.utils.logging.set_verbosity(args.get_process_log_level())
-
-
 def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     """The trainer, ready to start, and the checkpoint to go on from. Everything that can be wrong is found here; what
     preflight finds is left to the caller where `heed` is false.
@@ -111,6 +104,7 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     check_all_met(args.world_size)
     if model_args.model_name_or_path is None:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
+    transformers.set_seed(args.seed)
     if not is_accelerator_there():
         args.dataloader_pin_memory = False
     check_model_is_there(model_args, args.trust_remote_code)
@@ -121,6 +115,9 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
+    quantization = trl.get_quantization_config(model_args)
+    if quantization is not None and is_accelerator_there():  # on this process's own GPU, not spread over all there are
+        args.model_init_kwargs.setdefault("device_map", {"": PartialState().local_process_index})
     other_tokenizer = None  # the model's own
     if settings.tokenizer is not None:
         other_tokenizer = transformers.AutoProcessor.from_pretrained(
@@ -132,7 +129,7 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
         "processing_class": other_tokenizer,
-        "quantization_config": trl.get_quantization_config(model_args),
+        "quantization_config": quantization,
         "peft_config": trl.get_peft_config(model_args),
     }
     if settings.job == "distill" and args.teacher_kind == "model":
@@ -262,23 +259,19 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> int:
         logger.info("stopped after step %s; the same command goes on from there", trainer.state.global_step)
         return 128 + stop.signal
 
-    metrics = result.metrics
-    if hasattr(trainer.train_dataset, "__len__"):
-        metrics["train_samples"] = len(trainer.train_dataset)
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
+    save_metrics(trainer, "train", result.metrics)
     trainer.save_state()
     trainer.model.config.use_cache = True  # off while training; the saved model generates with it
     save_whole(trainer)
+    dataset_name = settings.script.dataset_name
+    if dataset_name is not None and os.path.exists(dataset_name):
+        dataset_name = None  # of a model card's readers nobody has this file
     if trainer.is_world_process_zero():
-        dataset_name = settings.script.dataset_name
-        trainer.create_model_card(dataset_name=None if dataset_name and os.path.exists(dataset_name) else dataset_name)
+        trainer.create_model_card(dataset_name=dataset_name)
     if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        save_metrics(trainer, "eval", trainer.evaluate())
     if args.push_to_hub:
-        trainer.push_to_hub()
+        trainer.push_to_hub(dataset_name=dataset_name)
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         logger.info("saved to %s", args.output_dir)
@@ -296,3 +289,15 @@ def save_whole(trainer: Any) -> None:
             os.replace(path, output_dir / path.name)
         shutil.rmtree(staged.parent, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
+
+
+def save_metrics(trainer: Any, split: str, metrics: dict[str, Any]) -> None:
+    """Log and save the metrics of `train` or `eval`, with the number of rows they are of where it is known."""
+    rows = getattr(trainer, f"{split}_dataset")
+    kept = [report.kept for report in trainer.data_reports if report.name == split and not report.streamed]
+    if kept:
+        metrics[f"{split}_samples"] = kept[-1]  # packing makes fewer rows of them
+    elif hasattr(rows, "__len__"):
+        metrics[f"{split}_samples"] = len(rows)
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
