@@ -26,6 +26,8 @@ LAYERS = {
     "checks": 3,
     "configs": 3,
     "config_checks": 3,
+    "run_fields": 3,
+    "new_tokens": 3,
     "old_keys": 3,
     "old_values": 3,
     "key_rules": 3,

@@ -72,6 +72,8 @@ RENAMED = [
     ("fsdp_min_num_params", 100, "fsdp_config", {"min_num_params": 100}),
     ("fsdp_transformer_layer_cls_to_wrap", "Qwen3DecoderLayer", "fsdp_config", {"transformer_layer_cls_to_wrap": ...}),
     ("torchdynamo", "inductor", "torch_compile_backend", "inductor"),
+    ("resize_to_multiple_of", 64, "pad_embeddings_to_multiple_of", 64),
+    ("additional_special_tokens", ["<a>"], "added_special_tokens", ["<a>"]),
     ("push_to_hub_model_id", "me/model", "hub_model_id", "me/model"),
     ("push_to_hub_organization", "us", "hub_model_id", "us/out"),
     ("push_to_hub_token", "t", "hub_token", "t"),

@@ -20,6 +20,7 @@ from .data.prepare import BAD_ROWS, OVERFLOW, PROMPT_OVERFLOW
 from .data.tokenize import TRAIN_ON
 from .losses.objectives import Settings
 from .losses.policy_gradient import REWARDS
+from .run_fields import RunFields
 
 TEACHER_KINDS = ("model", "base", "adapter")
 ON_SAVE_ERROR = ("stop", "continue")
@@ -58,7 +59,13 @@ def _system_prompt() -> Any:
 
 
 def _chat_template() -> Any:
-    return field(default=None, metadata={"help": "Chat template, as Jinja text; it is saved with the tokenizer."})
+    return field(
+        default=None,
+        metadata={
+            "help": "Chat template, as Jinja text; it is saved with the tokenizer. `chatml` stands for ChatML with its "
+            "two special tokens and `eos_token: <|im_end|>`, for a base model that has no template."
+        },
+    )
 
 
 def _resume_anyway() -> Any:
@@ -90,7 +97,7 @@ def _disable_dropout() -> Any:
 
 
 @dataclass
-class SFTConfig(trl.SFTConfig):
+class SFTConfig(RunFields, trl.SFTConfig):
     """`trl.SFTConfig` and the fields that decide what is trained. Every TRL field keeps its name and meaning.
 
     Raises `ValueError` for a value outside its choices and for a precision that this machine does not have.
@@ -138,7 +145,7 @@ class SFTConfig(trl.SFTConfig):
 
 
 @dataclass
-class DistillationConfig(trl.DistillationConfig):
+class DistillationConfig(RunFields, trl.DistillationConfig):
     """`trl.DistillationConfig` and our further fields. Every TRL field keeps its name and meaning.
 
     Raises `ValueError` for a value outside its choices and for a precision that this machine does not have.

@@ -20,6 +20,7 @@ from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEAC
 from .data.report import MaskReport
 from .losses.objectives import Settings as LossSettings
 from .losses.reduce import global_mean
+from .new_tokens import add_tokens
 from .rollout import parse_schedule
 from .rollout_trainer import RolloutTrainer
 from .student_setup import open_adapter, set_up_tokenizer
@@ -71,10 +72,13 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 "Context and sequence parallelism (`parallelism_config`) are not supported for distillation, which "
                 "counts whole rows. Use DDP, FSDP or DeepSpeed ZeRO."
             )
-        start = model  # where the anchor begins: its name, or the model itself
         model, processing_class = open_adapter(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
         )
+        model, processing_class, peft_config = add_tokens(
+            model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
+        )
+        start = model  # where the anchor begins: its name, or the model itself
         quantization_config = quantization_config if isinstance(model, str) else None
         processing_class = set_up_tokenizer(model, processing_class, args, args.eos_token)
         teacher = find_teacher(model, teacher_model, args, peft_config)

@@ -24,7 +24,7 @@ class Became:
 
 class Reading:
     """A copy of a recipe and a command line on its way to today's keys, the `rows` of the table, and what is to be put
-    into the `environment`."""
+    into the `environment`; `chatml`: a tokenizer without a template gets one, as then."""
 
     def __init__(self, job: str, recipe: dict[str, Any], argv: Sequence[str]):
         self.job, self.recipe, self.argv = job, dict(recipe), list(argv)
@@ -32,6 +32,7 @@ class Reading:
         self.mixture: Mixture | None = None
         self.tokenizer: str | None = None
         self.environment: dict[str, str] = {}
+        self.chatml = False
 
     def flags(self) -> list[str]:
         """Names of the flags on the command line, with underscores."""

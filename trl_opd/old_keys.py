@@ -26,11 +26,12 @@ def translate(job: str, recipe: dict[str, Any], argv: Sequence[str]) -> Reading:
     """Recipe and command line in today's keys. Raises `UsageError` for a value that never was one."""
     reading = Reading(job, recipe, argv)
     take_mixture(reading)
-    old = reading.apply(rules_of(job))
+    old = reading.apply(rules_of(job)) or reading.mixture is not None
     change_values(reading)
     if job == "distill":
         take_grpo(reading)
-    elif old or reading.mixture is not None:
+    elif old:
+        reading.chatml = True
         keep_old_habits(reading)
     return reading
 
@@ -139,6 +140,8 @@ COMMON: dict[str, Rule] = {
     "gradient_checkpointing_use_reentrant": within("gradient_checkpointing_kwargs", "use_reentrant"),
     "tokenizer_name_or_path": _tokenizer,
     "base_model_revision": unused("an adapter's own config names its base"),
+    "resize_to_multiple_of": renamed("pad_embeddings_to_multiple_of"),
+    "additional_special_tokens": lambda reading, key, value: Became({"added_special_tokens": listed(value)}),
     "model_code_revision": unused("`model_revision` is the revision of the code too"),
     # the dataset
     "dataset_config_name": renamed("dataset_config"),

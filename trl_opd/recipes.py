@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import trl
@@ -36,13 +37,18 @@ examples:
 }
 
 
+@dataclass
 class Settings:
     """What a run was asked to do: `script` (dataset), `training`, `model`, `mixture` arguments, and `job`; `tokenizer`
-    names one that is not the model's own."""
+    names one that is not the model's own, `chatml` gives ChatML to one without a template."""
 
-    def __init__(self, job: str, script: Any, training: Any, model: Any, mixture: Any, tokenizer: str | None = None):
-        self.job, self.script, self.training, self.model, self.mixture = job, script, training, model, mixture
-        self.tokenizer = tokenizer
+    job: str
+    script: Any
+    training: Any
+    model: Any
+    mixture: Any
+    tokenizer: str | None = None
+    chatml: bool = False
 
 
 class _Parser(trl.TrlParser):
@@ -83,7 +89,7 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     old_keys.show(job, reading.rows)
     # TRL's dataclasses in order, then the namespace that holds our own `--config`
     script, training, model, mixture, _ = parser.parse_args_into_dataclasses(reading.argv, look_for_args_file=False)
-    return Settings(job, script, training, model, reading.mixture or mixture, reading.tokenizer)
+    return Settings(job, script, training, model, reading.mixture or mixture, reading.tokenizer, reading.chatml)
 
 
 def check(job: str, argv: Sequence[str]) -> None:

@@ -37,10 +37,11 @@ from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
 from .errors import RunError, UsageError
 from .launch import check_all_met
+from .new_tokens import CHATML_NAME
 from .process_log import set_up_logging
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
-from .student_setup import is_adapter_folder
+from .student_setup import inner_tokenizer, is_adapter_folder, open_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +119,13 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     quantization = trl.get_quantization_config(model_args)
     if quantization is not None and is_accelerator_there():  # on this process's own GPU, not spread over all there are
         args.model_init_kwargs.setdefault("device_map", {"": PartialState().local_process_index})
-    other_tokenizer = None  # the model's own
-    if settings.tokenizer is not None:
-        other_tokenizer = transformers.AutoProcessor.from_pretrained(
-            settings.tokenizer, trust_remote_code=args.trust_remote_code
-        )
+    tokenizer = find_tokenizer(settings, train_rows)
     common = {
         "model": model_args.model_name_or_path,
         "args": args,
         "train_dataset": train_rows,
         "eval_dataset": eval_rows,
-        "processing_class": other_tokenizer,
+        "processing_class": tokenizer,
         "quantization_config": quantization,
         "peft_config": trl.get_peft_config(model_args),
     }
@@ -177,6 +174,29 @@ def check_model_is_there(model_args: Any, trust_remote_code: bool) -> None:
             f"`model_name_or_path: {name}` is neither a folder with a model nor a model on the Hub that can be "
             f"reached: {str(error).splitlines()[0]}"
         ) from error
+
+
+def find_tokenizer(settings: Settings, train_rows: Any) -> Any:
+    """The tokenizer that the recipe names; `None` for the model's own. For conversations a recipe of the open-r1 era
+    gets ChatML where that has no template, as open-r1 did."""
+    args, tokenizer = settings.training, None
+    if settings.tokenizer is not None:
+        tokenizer = transformers.AutoProcessor.from_pretrained(
+            settings.tokenizer, trust_remote_code=args.trust_remote_code
+        )
+    if not settings.chatml or args.chat_template is not None or args.chat_template_path is not None:
+        return tokenizer
+    sample: dict[str, Any] = next(iter(train_rows), {})
+    if not any(isinstance(sample.get(name), list) for name in ("messages", "conversations", "prompt")):
+        return tokenizer
+    name = settings.model.model_name_or_path
+    if is_adapter_folder(name):
+        return tokenizer
+    tokenizer = open_tokenizer(name, tokenizer, args)
+    if inner_tokenizer(tokenizer).chat_template is None:
+        logger.info("%s has no chat template, and rows are conversations: `chat_template: chatml`, as then", name)
+        args.chat_template = CHATML_NAME
+    return tokenizer
 
 
 def load_rows(settings: Settings) -> tuple[Any, Any]:

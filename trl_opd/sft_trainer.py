@@ -33,6 +33,7 @@ from .data.tokenize import Tokenization
 from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
+from .new_tokens import add_tokens
 from .sft_setup import train_on, why_as_drawn, why_trl
 from .student_setup import open_adapter, set_up_tokenizer
 from .token_trainer import TokenLevelTrainer, gather_heads
@@ -70,6 +71,9 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         # TRL cuts what is too long without a word: a config of its own means that, and we count it
         args = upgrade_config(args, SFTConfig, f"{name.split('/')[-1]}-SFT", overflow="cut")
         model, processing_class = open_adapter(
+            model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
+        )
+        model, processing_class, peft_config = add_tokens(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
         )
         quantization_config = quantization_config if isinstance(model, str) else None

@@ -49,6 +49,20 @@ def open_adapter(
     return opened, processing_class
 
 
+def open_tokenizer(model: Any, processing_class: Any, args: Any) -> Any:
+    """The tokenizer (or processor) that was given, or else the model's own."""
+    if processing_class is not None:
+        return processing_class
+    name = model if isinstance(model, str) else model.config._name_or_path
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
+def inner_tokenizer(processing_class: Any) -> Any:
+    """A processor has its tokenizer inside."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
 def set_up_tokenizer(model: Any, processing_class: Any, args: Any, eos_token: str | None = None) -> Any:
     """The tokenizer with the `chat_template` of the config and this stop token, where they are asked for.
 
@@ -56,17 +70,15 @@ def set_up_tokenizer(model: Any, processing_class: Any, args: Any, eos_token: st
     """
     if args.chat_template is None and eos_token is None:
         return processing_class
-    if processing_class is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        revision = (args.model_init_kwargs or {}).get("revision")
-        processing_class = AutoProcessor.from_pretrained(
-            name, revision=revision, trust_remote_code=args.trust_remote_code
-        )
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one inside
+    processing_class = open_tokenizer(model, processing_class, args)
+    tokenizer = inner_tokenizer(processing_class)
     if args.chat_template is not None:
         processing_class.chat_template = tokenizer.chat_template = args.chat_template
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
-            raise ValueError(f"`eos_token: {eos_token}` is no token of this model's tokenizer. Set one that it has.")
+            raise ValueError(
+                f"`eos_token: {eos_token}` is no token of this model's tokenizer. Set one that it has, or put it into "
+                "`added_special_tokens`."
+            )
         tokenizer.eos_token = eos_token
     return processing_class

@@ -154,6 +154,13 @@ def restrict_sampling(trainer: Any, teacher: Any, shared_ids: int | torch.Tensor
             f"Student and teacher differ in {len(others):,} ids, and rollouts by vLLM cannot leave "
             "them out here. Set `use_vllm: false`, or choose a teacher of the same vocabulary size."
         )
+    stops = set(trainer.eos_token_ids)
+    if not stops - set(others):
+        names = ", ".join(trainer._tokenizer.convert_ids_to_tokens(sorted(stops)))
+        raise ValueError(
+            f"The student stops at {names}, which the teacher has no id for: it could not be sampled, and no rollout "
+            "would end. Set `eos_token` to a token that both have, or choose a teacher that was trained with this one."
+        )
     asked = trainer.generation_config.suppress_tokens or []
     trainer.generation_config.suppress_tokens = sorted({*asked, *others})
 

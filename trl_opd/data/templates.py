@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..types import Message
-from .rows import BadRow
+from .rows import BadRow, DatasetError
 
 Span = tuple[int, int]
 _EMPTY_THINK = re.compile(r"<think>\s*</think>\s*")
@@ -47,7 +47,13 @@ class Conversation:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, generation_prompt: bool = False, **kwargs: Any
 ) -> str:
-    """The text of a conversation. Raises `BadRow` with the template's own words where it refuses the messages."""
+    """The text of a conversation. Raises `BadRow` with the template's own words where it refuses the messages, and
+    `DatasetError` where there is no template."""
+    if tokenizer.chat_template is None and "chat_template" not in kwargs:
+        raise DatasetError(
+            "The rows are conversations, and the tokenizer has no chat template. Set `chat_template` to a template, or "
+            "to `chatml`, or start from a model that was trained on conversations."
+        )
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt, **kwargs
