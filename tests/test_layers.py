@@ -27,6 +27,8 @@ LAYERS = {
     "configs": 3,
     "config_checks": 3,
     "run_fields": 3,
+    "benchmark_hook": 3,
+    "hub": 3,
     "new_tokens": 3,
     "old_keys": 3,
     "old_values": 3,

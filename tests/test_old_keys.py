@@ -2,7 +2,6 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tiny import CHATML, qwen3, tokenizer
 from training import text_rows
 
 from trl_opd import grpo_keys, old_keys, old_values, recipes
-from trl_opd import run as run_module
 from trl_opd.errors import UsageError
 from trl_opd.run import run
 
@@ -73,6 +71,7 @@ RENAMED = [
     ("fsdp_transformer_layer_cls_to_wrap", "Qwen3DecoderLayer", "fsdp_config", {"transformer_layer_cls_to_wrap": ...}),
     ("torchdynamo", "inductor", "torch_compile_backend", "inductor"),
     ("resize_to_multiple_of", 64, "pad_embeddings_to_multiple_of", 64),
+    ("callbacks", ["push_to_hub_revision", "mine"], "hub_push_checkpoints", True),
     ("additional_special_tokens", ["<a>"], "added_special_tokens", ["<a>"]),
     ("push_to_hub_model_id", "me/model", "hub_model_id", "me/model"),
     ("push_to_hub_organization", "us", "hub_model_id", "us/out"),
@@ -493,15 +492,6 @@ def test_a_grpo_recipe_distills(folder, tmp_path):
     assert trainer.data_reports[0].cut_prompts == 6
     with pytest.raises(ValueError, match="`eos_token: <end>` is no token"):
         start("distill", folder, tmp_path, recipe, *flags, *data, "--eos_token", "<end>")
-
-
-def test_the_branch_of_a_push_is_made(monkeypatch):
-    made = []
-    monkeypatch.setattr(run_module.huggingface_hub, "create_branch", lambda name, **kwargs: made.append((name, kwargs)))
-    for push, revision in ((True, "v01.00"), (False, "v01.00"), (True, None)):
-        args = SimpleNamespace(push_to_hub=push, hub_revision=revision, hub_token=None)
-        run_module.make_branch(SimpleNamespace(args=args, hub_model_id="me/m", is_world_process_zero=lambda: True))
-    assert made == [("me/m", {"branch": "v01.00", "token": None, "exist_ok": True})]
 
 
 def test_a_tokenizer_of_another_folder(folder, tmp_path):

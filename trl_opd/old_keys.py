@@ -18,7 +18,7 @@ from rich.text import Text
 from .configs import DistillationConfig
 from .errors import UsageError
 from .grpo_keys import take_grpo
-from .key_rules import Became, Reading, Rule, environment, listed, renamed, unused, where_true, within
+from .key_rules import Became, Reading, Rule, environment, is_true, listed, renamed, unused, where_true, within
 from .old_values import change_values, keep_old_habits, take_mixture
 
 
@@ -90,11 +90,17 @@ def _hub_organization(reading: Reading, key: str, value: Any) -> Became:
 
 def _callbacks(reading: Reading, key: str, value: Any) -> Became:
     names = listed(value)
-    if "push_to_hub_revision" in names:
-        return Became(
-            note="not used: with `push_to_hub: true`, `hub_strategy: every_save` pushes each save to `hub_revision`"
-        )
-    return Became(note="not used: a recipe brings no callbacks; pass them to the trainer in Python")
+    others = [str(name) for name in names if name != PUSH_CALLBACK]
+    note = (
+        f"not used: {', '.join(others) or 'none is named'}: pass callbacks to the trainer in Python"
+        if others or not names
+        else ""
+    )
+    if PUSH_CALLBACK not in names:
+        return Became(note=note)
+    pushes = is_true(reading.get("push_to_hub")) or is_true(reading.get("push_to_hub_revision"))
+    idle = "" if pushes else "nothing is pushed without `push_to_hub: true`"
+    return Became({"hub_push_checkpoints": True}, "; ".join(filter(None, [idle, note])))
 
 
 def _max_new_tokens(reading: Reading, key: str, value: Any) -> Became:
@@ -124,6 +130,7 @@ def _dataset_splits(reading: Reading, key: str, value: Any) -> Became:
     return Became({name: split for name, split in named.items() if split is not None})
 
 
+PUSH_CALLBACK = "push_to_hub_revision"
 _MACHINE = unused("torch and accelerate decide it")
 _WITHOUT_PACKING = unused("rollouts are not packed")
 _GKD_LENGTH = unused("prompts are bounded by `max_prompt_length`, completions by `max_completion_length`")
@@ -187,7 +194,6 @@ COMMON: dict[str, Rule] = {
     "push_to_hub_revision": where_true({"push_to_hub": True}, "the branch is `hub_revision`"),
     "overwrite_hub_revision": unused("a push adds a commit to the branch"),
     "callbacks": _callbacks,
-    "benchmarks": unused("no jobs are started; evaluate the saved model with lighteval"),
     "wandb_entity": environment("WANDB_ENTITY"),
     "wandb_project": environment("WANDB_PROJECT"),
     "wandb_run_group": environment("WANDB_RUN_GROUP"),

@@ -62,6 +62,9 @@ def change_values(reading: Reading) -> None:
         reading.say("use_liger_kernel", "`false`: liger_kernel is not installed (pip install liger-kernel)", True)
     for key in ("model_init_kwargs", "teacher_model_init_kwargs"):
         _change_load_arguments(reading, key)
+    if reading.asked("benchmarks") and not reading.asked("benchmark_command"):
+        way = "`benchmark_command`, as `lighteval accelerate model_name={model} {task}`"
+        reading.say("benchmarks", f"not run: set {way}; no jobs are started", reading.get("benchmarks"))
     kwargs = parsed(reading.get("dataset_kwargs"))
     if isinstance(kwargs, dict) and kwargs.keys() - {"skip_prepare_dataset"}:
         gone = sorted(kwargs.keys() - {"skip_prepare_dataset"})

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import transformers
 import trl
 from accelerate import PartialState
 
 from . import checkpoints, progress, recipes, resume, run_lock, stops, summary
 from ._trl import is_accelerator_there
+from .benchmark_hook import check_program, run_benchmarks
 from .checks.preflight import (
     CHAT_TEMPLATES,
     ERROR,
@@ -36,6 +36,7 @@ from .data.mixture import Mixture, load_mixture
 from .data.rows import DatasetError
 from .distillation_trainer import DistillationTrainer
 from .errors import RunError, UsageError
+from .hub import PushCheckpoints, make_branch
 from .launch import check_all_met
 from .new_tokens import CHATML_NAME
 from .process_log import set_up_logging
@@ -108,6 +109,7 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     transformers.set_seed(args.seed)
     if not is_accelerator_there():
         args.dataloader_pin_memory = False
+    check_program(args)
     check_model_is_there(model_args, args.trust_remote_code)
     train_rows, eval_rows = load_rows(settings)
     args.model_init_kwargs = {
@@ -141,6 +143,8 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
             checkpoint = resume.claim(args.output_dir, args.resume_from_checkpoint, anyway=args.resume_anyway)
         trainer = SFTTrainer(**common) if settings.job == "sft" else DistillationTrainer(**common)
         progress.use_lines(trainer)
+        if args.push_to_hub and args.hub_push_checkpoints:
+            trainer.add_callback(PushCheckpoints(trainer))
         stop_at(trainer)
         if heed:
             stop_or_say(preflight(trainer))
@@ -255,15 +259,6 @@ def write_mask_report(trainer: Any) -> None:
     os.replace(path + ".part", path)
 
 
-def make_branch(trainer: Any) -> None:
-    """Make the branch that `hub_revision` names: a push to one that does not exist is refused."""
-    args = trainer.args
-    if args.push_to_hub and args.hub_revision and trainer.is_world_process_zero():
-        huggingface_hub.create_branch(
-            trainer.hub_model_id, branch=args.hub_revision, token=args.hub_token, exist_ok=True
-        )
-
-
 def train(trainer: Any, settings: Settings, checkpoint: str | None) -> int:
     """Train, save, evaluate, push: what a user finds in `output_dir` afterwards. Returns the exit code."""
     args = trainer.args
@@ -295,6 +290,7 @@ def train(trainer: Any, settings: Settings, checkpoint: str | None) -> int:
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         logger.info("saved to %s", args.output_dir)
+        run_benchmarks(args, getattr(trainer, "hub_model_id", None))  # the other processes are done and do not wait
     return 0
 
 

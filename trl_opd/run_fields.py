@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .benchmark_hook import check_command
+
 
 @dataclass
 class RunFields:
@@ -27,6 +29,24 @@ class RunFields:
         default=None,
         metadata={"help": "Rows of embedding and head are filled up to a multiple of this, 64 for example."},
     )
+    benchmarks: list[str] | None = field(
+        default=None,
+        metadata={"help": "Benchmarks that `benchmark_command` is run for, once the model is saved."},
+    )
+    benchmark_command: str | None = field(
+        default=None,
+        metadata={
+            "help": "The command of a benchmark, without a shell, as in `lighteval accelerate model_name={model} "
+            "{task}`. `{model}` is the folder that was saved, `{task}` the benchmark, `{output_dir}` one for files; "
+            "`{hub_model_id}`, `{revision}` and `{system_prompt}` are those of the run."
+        },
+    )
+    hub_push_checkpoints: bool = field(
+        default=False,
+        metadata={
+            "help": "With `push_to_hub`: push every checkpoint to a branch of its own, `<hub_revision>-step-<step>`."
+        },
+    )
 
     def __post_init__(self) -> None:
         multiple = self.pad_embeddings_to_multiple_of
@@ -41,4 +61,5 @@ class RunFields:
             raise ValueError(
                 f"{sorted(both)[0]!r} is in `added_tokens` and in `added_special_tokens`: keep one of them."
             )
+        check_command(self.benchmarks, self.benchmark_command)
         super().__post_init__()  # type: ignore[misc]  # of TRL's config
