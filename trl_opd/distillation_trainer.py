@@ -201,7 +201,9 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         )
 
     def _shared_ids_on(self, device: torch.device) -> Any:
-        return self._shared_ids.to(device) if isinstance(self._shared_ids, torch.Tensor) else self._shared_ids
+        if isinstance(self._shared_ids, torch.Tensor) and self._shared_ids.device != device:
+            self._shared_ids = self._shared_ids.to(device)
+        return self._shared_ids
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """One micro-batch. A whole step without a trained token changes no weight; three in a row are an error."""

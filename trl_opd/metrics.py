@@ -11,25 +11,37 @@ QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 _BORDERS = torch.sinh(torch.linspace(-9.0, 9.0, 361, dtype=torch.float64)).mul_(0.01).float()
 
 
+def on_device(number: torch.Tensor | int, like: torch.Tensor) -> torch.Tensor:
+    """A number as a () tensor with the dtype and the device of another; one of Python's is written there by a kernel,
+    since copying it would wait for all that the device has to do."""
+    return number.to(like) if isinstance(number, torch.Tensor) else like.new_full((), number)
+
+
 class MetricSums:
     """Sums and counts by logged name. Adding never synchronises the device."""
 
     def __init__(self) -> None:
         self._rows: dict[str, torch.Tensor] = {}  # (sum, count), and for a spread also the squares and a histogram
+        self._borders_there: torch.Tensor | None = None
 
     def add(self, name: str, total: torch.Tensor, count: torch.Tensor | int) -> None:
         """Add a sum () and how many values are in it."""
         total = total.detach().float()
-        self._add(name, torch.stack([total, torch.as_tensor(count, dtype=torch.float32, device=total.device)]))
+        self._add(name, torch.stack([total, on_device(count, total)]))
 
     def add_spread(self, name: str, values: torch.Tensor) -> None:
         """Add values (N,) of which variance and quantiles are logged too, as `<name>_variance`, `<name>_p05`, …"""
         values = values.detach().float()
-        borders = _BORDERS.to(values.device)
+        borders = self._borders(values.device)
         histogram = values.new_zeros(len(borders) + 1)
         histogram.index_add_(0, torch.bucketize(values, borders), torch.ones_like(values))
-        count = torch.as_tensor(float(values.numel()), device=values.device)
+        count = on_device(values.numel(), values)
         self._add(name, torch.cat([torch.stack([values.sum(), count, values.square().sum()]), histogram]))
+
+    def _borders(self, device: torch.device) -> torch.Tensor:
+        if self._borders_there is None or self._borders_there.device != device:
+            self._borders_there = _BORDERS.to(device)
+        return self._borders_there
 
     def _add(self, name: str, row: torch.Tensor) -> None:
         self._rows[name] = self._rows[name] + row if name in self._rows else row

@@ -33,6 +33,7 @@ from .data.tokenize import Tokenization
 from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
+from .metrics import on_device
 from .new_tokens import add_tokens
 from .sft_setup import train_on, why_as_drawn, why_trl
 from .student_setup import open_adapter, set_up_tokenizer
@@ -236,7 +237,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             self._total_train_tokens += _num_tokens(inputs)
         if num_items is None:
             return global_mean(loss_sum, tokens)
-        sums.add("sft/num_tokens_per_step", torch.as_tensor(num_items), 1)
+        sums.add("sft/num_tokens_per_step", on_device(num_items, loss_sum), 1)
         return global_mean(loss_sum, num_items, self.accelerator.num_processes // self.get_tp_size())
 
     def _score(self, unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
@@ -273,7 +274,7 @@ class _Formatted:
 
 def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
     if POSITIONS in batch:
-        return torch.tensor(len(batch[POSITIONS]), device=device)
+        return torch.full((), len(batch[POSITIONS]), device=device)
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
 
 

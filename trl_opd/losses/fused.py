@@ -81,7 +81,9 @@ class _FusedHead(torch.autograd.Function):
             head_bias, teacher_head = shared_rows(bias, ids), None
             logits_of = hidden.new_empty((min(run.chunk_tokens, n_tokens), head.size(0)), dtype=wide)
             if teacher_weight is not None:
-                teacher_head = shared_rows(teacher_weight, ids).to(run.autocast or teacher_hidden.dtype)
+                own = teacher_hidden.dtype  # of a teacher in 16 bits: its head is not copied into the student's
+                low = own in (torch.float16, torch.bfloat16)
+                teacher_head = shared_rows(teacher_weight, ids).to(own if low else run.autocast or own)
                 teacher_bias, teacher_logits_of = shared_rows(teacher_bias, ids), torch.empty_like(logits_of)
             d_hidden = torch.empty_like(hidden, dtype=wide) if need_hidden else None
             d_head = torch.zeros_like(head, dtype=wide) if need_weight else None

@@ -11,7 +11,7 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, num_proc
     DDP, ZeRO and FSDP average gradients over `num_processes`, so each rank's share is multiplied by it. N = 0 gives a
     differentiable zero.
     """
-    tokens = torch.as_tensor(num_tokens, device=loss_sum.device, dtype=loss_sum.dtype).clamp(min=1)
+    tokens = num_tokens.to(loss_sum).clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1)
     return loss_sum * num_processes / tokens
 
 

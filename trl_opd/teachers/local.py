@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +28,18 @@ class LocalTeacher:
         self, student: nn.Module, batch: dict[str, Any], positions: TrainedPositions
     ) -> tuple[torch.Tensor, Head]:
         """States that predict the trained tokens, (N, H'), without gradient, and the head that scores them."""
-        with torch.no_grad():
+        with torch.no_grad(), self._own_precision():
             work = predicting_states, self.unwrapped, batch, positions, self.flat
             hidden = self.in_forward(self.wrapped, self.unwrapped, *work)
         return hidden, head_of(self.unwrapped)
+
+    def _own_precision(self) -> AbstractContextManager[Any]:
+        """A teacher in 16 bits runs in its own: autocast, which is the student's, would only widen its norms."""
+        dtype = next(p.dtype for p in self.unwrapped.parameters() if p.is_floating_point())
+        if dtype not in (torch.float16, torch.bfloat16):
+            return nullcontext()
+        device = next(self.unwrapped.parameters()).device
+        return torch.autocast(device.type, enabled=False)
 
     def write(self, student: nn.Module, prompts: list[list[int]], config: Any, **stops: Any) -> list[list[int]]:
         """Completions of its own, sampled by a `GenerationConfig` (see `continue_prompts`)."""
