@@ -16,11 +16,16 @@ from trl_opd.run import run
 
 @pytest.fixture
 def hub_calls(monkeypatch):
-    """Every call that would have reached the Hub. An upload takes a moment and then looks at its folder."""
+    """Every call that would have reached the Hub. An upload takes its time: until there is a newer checkpoint that took
+    the place of its own, or for a second."""
     calls = []
 
     def upload_folder(**kwargs):
-        time.sleep(0.3)
+        step, until = int(kwargs["folder_path"].rsplit("-", 1)[1]), time.monotonic() + 1
+        while time.monotonic() < until and not os.path.isdir(kwargs["folder_path"].replace(f"-{step}", f"-{step + 1}")):
+            time.sleep(0.02)
+        if time.monotonic() < until:
+            time.sleep(0.5)
         calls.append(("upload_folder", kwargs | {"files": sorted(os.listdir(kwargs["folder_path"]))}))
 
     commits = [SimpleNamespace(commit_id="last"), SimpleNamespace(commit_id="first")]
@@ -47,7 +52,7 @@ def start(tmp_path):
             "model_name_or_path": str(tmp_path / "student"),
             "dataset_name": str(tmp_path / "rows.jsonl"),
             "output_dir": str(tmp_path / "out"),
-            "max_steps": 3,
+            "max_steps": 2,
             "save_strategy": "steps",
             "save_steps": 1,
             "save_total_limit": 1,
@@ -64,7 +69,7 @@ def test_a_recipe_pushes_each_checkpoint_to_its_branch(start, hub_calls, caplog)
     it, and waits until that is pushed."""
     with caplog.at_level("INFO", "trl_opd"):
         start(callbacks=["push_to_hub_revision"], hub_model_revision="v01.00")
-    branches = [f"v01.00-step-{step:09d}" for step in (1, 2, 3)]
+    branches = [f"v01.00-step-{step:09d}" for step in (1, 2)]
     made = [kwargs for name, kwargs in hub_calls if name == "create_branch"]
     assert [kwargs["branch"] for kwargs in made] == ["v01.00", *branches]
     assert all(kwargs["revision"] == "first" and kwargs["exist_ok"] for kwargs in made[1:])
@@ -73,7 +78,7 @@ def test_a_recipe_pushes_each_checkpoint_to_its_branch(start, hub_calls, caplog)
     for step, kwargs in enumerate(uploads, 1):
         assert kwargs["folder_path"].endswith(f"checkpoint-{step}") and kwargs["repo_id"] == "me/model"
         assert {"model.safetensors", "optimizer.pt"} <= set(kwargs["files"]) and "*.pt" in kwargs["ignore_patterns"]
-    assert f"pushed a checkpoint to me/model, branch {branches[2]}" in caplog.text
+    assert f"pushed a checkpoint to me/model, branch {branches[1]}" in caplog.text
     assert [name for name, _ in hub_calls][-1] == "push_to_hub"
 
 
@@ -82,7 +87,7 @@ def test_a_push_that_fails_is_said_and_training_goes_on(start, hub_calls, monkey
         raise OSError("the Hub is away\nand more")
 
     monkeypatch.setattr(hub.huggingface_hub, "upload_folder", fail)
-    trainer = start(hub_push_checkpoints=True, max_steps=2)
+    trainer = start(hub_push_checkpoints=True)
     assert trainer.state.global_step == 2
     assert "not pushed to branch main-step-000000001: the Hub is away" in caplog.text
     assert "2 checkpoints were not pushed: main-step-000000001, main-step-000000002" in caplog.text
