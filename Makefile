@@ -24,10 +24,11 @@ demo: install
 	$(BIN)/trl-opd demo --output_dir runs/demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow" -n auto
+	$(BIN)/python -m pytest -m slow
 
 test-fast: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto
 
 check: install
 	$(BIN)/ruff check .
