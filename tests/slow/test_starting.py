@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -114,35 +115,57 @@ def test_processes_that_do_not_meet_are_an_error(folder):
     assert not (folder / "out").exists()
 
 
-def test_the_wheel_brings_its_recipes(folder):
-    """Built from a copy, so that nothing is left in the clone; installed alone in an empty folder."""
-    source, site = folder / "source", folder / "site"
+def test_the_wheel_in_an_empty_environment(folder):
+    """Built from a copy, so that nothing is left in the clone; installed in an environment that has nothing else.
+
+    Its dependencies are this environment's, on the path but not as a site: an editable install of the clone stays out.
+    """
+    source, venv, empty = folder / "source", folder / "venv", folder / "empty"
     source.mkdir()
+    empty.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "trl_opd", source / "trl_opd", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    for command in (
-        [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist")],
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(site), "--find-links", "dist", "trl-opd"],
-    ):
+    python = str(venv / "bin" / "python")
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
+    built = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        *quiet,
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        "dist",
+        str(source),
+    ]
+    for command in ([*built], [sys.executable, "-m", "venv", str(venv)]):
         done = run(command, folder)
         assert done.returncode == 0, done.stderr
     (wheel,) = (folder / "dist").glob("*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "trl_opd/recipes").rglob("*") if path.is_file()}
     assert data <= inside and "trl_opd/recipes.py" in inside
+    assert not any(name.startswith(("tests", "benchmarks", "examples")) for name in inside)
+    done = run([python, "-m", "pip", "install", *quiet, "--no-index", str(wheel)], empty, PYTHONPATH="")
+    assert done.returncode == 0, done.stderr
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
-    done = run([*CLI, "recipes", "list"], folder, PYTHONPATH=str(site))
-    assert done.returncode == 0 and all(name in done.stdout for name in shipped.recipe_names())
-    check = (
-        "import trl_opd; from trl_opd import recipes, shipped; assert trl_opd.__file__.startswith(sys.argv[1]);"
-        "path = shipped.find_recipe('tiny/sft/config_smoke.yaml'); assert path.startswith(sys.argv[1]);"
-        "print(recipes.parse('sft', ['--config', path]).training.max_steps)"
-    )
-    done = run([sys.executable, "-c", "import sys;" + check, str(site)], folder, PYTHONPATH=str(site))
-    assert done.stdout.strip() == "4", done.stderr
-    path = str(site / "trl_opd/recipes/tiny/sft/config_smoke.yaml")
-    values = ["--model_name_or_path", "student", "--dataset_name", "rows.jsonl", "--output_dir", "out"]
-    done = run([*CLI, "sft", "--config", path, *values], folder, PYTHONPATH=str(site))
-    assert done.returncode == 0 and (folder / "out" / "model.safetensors").exists(), done.stderr[-3000:]
+    def in_venv(*command):
+        done = run([str(venv / "bin" / command[0]), *command[1:]], empty, PYTHONPATH="")
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    where = in_venv("python", "-c", "import trl_opd.recipes, trl_opd.shipped as s; print(trl_opd.__file__, s.FOLDER)")
+    assert all(Path(part).is_relative_to(site) for part in where.split()), where
+    listed = in_venv("trl-opd", "recipes", "list")
+    assert all(name in listed for name in shipped.recipe_names())
+    in_venv("trl-opd", "recipes", "cp", "tiny/sft/config_smoke.yaml", "mine.yaml")
+    assert (empty / "mine.yaml").read_bytes() == (shipped.FOLDER / "tiny/sft/config_smoke.yaml").read_bytes()
+    values = ["--model_name_or_path", str(folder / "student"), "--dataset_name", str(folder / "rows.jsonl")]
+    steps = ["--max_steps", "2", "--output_dir", "out"]
+    in_venv("trl-opd", "sft", "--config", "tiny/sft/config_smoke.yaml", *values, *steps)
+    assert json.loads((empty / "out" / "trainer_state.json").read_text())["global_step"] == 2
+    assert (empty / "out" / "model.safetensors").exists()
