@@ -1,5 +1,7 @@
 """New tokens: a row each in embedding and head, started at the mean, trained, saved and loaded again."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -106,6 +108,19 @@ def test_an_adapter_trains_the_rows_of_new_tokens_and_keeps_them(bases, tmp_path
     torch.testing.assert_close(further.model.eval()(IDS).logits, logits)
     assert {name for name, p in further.model.named_parameters() if p.requires_grad} >= trained
     further.train()
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
+def test_a_resumed_run_has_the_same_rows(bases, tmp_path, peft_config):
+    whole = sft(bases[True], tmp_path / "whole", peft_config)
+    whole.train()
+    values = {"save_strategy": "steps", "save_steps": 1}
+    sft(bases[True], tmp_path / "parts", peft_config, **values).train()
+    shutil.rmtree(tmp_path / "parts" / "checkpoint-2")
+    resumed = sft(bases[True], tmp_path / "parts", peft_config, **values)
+    resumed.train(resume_from_checkpoint=True)
+    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_whole_modules_to_save_are_left_to_train_them(bases, tmp_path):
