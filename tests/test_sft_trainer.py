@@ -1,5 +1,7 @@
 """SFTTrainer: TRL's gradients on TRL's batches, the same however the batch is cut, and a drop-in for TRL's scripts."""
 
+import json
+
 import pytest
 import torch
 import trl
@@ -89,6 +91,24 @@ def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path):
         log_p = model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).squeeze(1)
         total, count = total - log_p[len(prompt) - 1 :].sum().item(), count + len(completion) + 1
     assert losses[0] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_metrics_of_the_user_reach_log_and_checkpoint(tmp_path):
+    """They are computed by TRL's code, from its logits, with the count of the tokens that ours has seen."""
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer = SFTTrainer(
+        model=qwen3(),
+        args=SFTConfig(str(tmp_path), **QUIET | every),
+        train_dataset=text_rows(4),
+        eval_dataset=text_rows(3),
+        processing_class=tokenizer(),
+        compute_metrics=lambda predicted: {"rows": len(predicted.label_ids)},
+    )
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text("utf-8"))
+    step, evaluation = (next(log for log in state["log_history"] if key in log) for key in ("loss", "eval_loss"))
+    assert evaluation["eval_rows"] == 3
+    assert evaluation["eval_num_tokens"] == step["num_tokens"] > 0
 
 
 @pytest.mark.parametrize("config", ["trl", "transformers", "none"])

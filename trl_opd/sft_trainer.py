@@ -255,10 +255,10 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         self._total_train_tokens = state["num_tokens"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's names, with `num_tokens` summed over the ranks."""
-        if not self._trl_does_it and "loss" in logs:
+        """TRL's names, with `num_tokens` summed over the ranks, where `Trainer` itself logs."""
+        if not self._trl_does_it and ("loss" in logs or any(key.endswith("_runtime") for key in logs)):
             seen = torch.as_tensor(self._total_train_tokens, device=self.accelerator.device).reshape(1)
-            self._metrics["train"]["num_tokens"] = [int(self.accelerator.gather(seen).sum()) // self.get_tp_size()]
+            self._metrics[self._mode]["num_tokens"] = [int(self.accelerator.gather(seen).sum()) // self.get_tp_size()]
         super().log(logs, start_time)
 
 
