@@ -153,6 +153,17 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
     assert_same_gradients(ours, plain, rtol=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packing_that_splits_long_rows_loses_no_token(tmp_path, strategy):
+    """Nothing is longer than `max_length` for it: with completions of 1, 40, 3, 25, 7, 12 and 2 letters."""
+    args = SFTConfig(str(tmp_path), **QUIET, packing=True, packing_strategy=strategy, max_length=16)
+    trainer = SFTTrainer(model=qwen3(), args=args, train_dataset=text_rows(7), processing_class=tokenizer())
+    packed, report = trainer.train_dataset, trainer.data_reports[0]
+    assert max(len(row["input_ids"]) for row in packed) == 16
+    trained = sum(label != -100 for row in packed for label in row["labels"])
+    assert trained == report.trained_tokens == 1 + 40 + 3 + 25 + 7 + 12 + 2 + 7 and report.cut == 0
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_prompt_longer_than_max_length_is_an_error_or_counted(tmp_path, packing):
     """Never a step of loss 0 and gradient 0: TRL packs such rows and trains them at loss 0."""

@@ -42,6 +42,8 @@ from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
 
+SPLITTING = ("bfd_split", "wrapped")  # ways of packing that spread a long row over several: there is nothing to cut
+
 
 class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     """`trl.SFTTrainer` with the same arguments, and strict masks, counted rows and one denominator a step.
@@ -148,7 +150,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
                 dataset,
                 Tokenization(processing_class, self._train_on, args.train_empty_think),
                 RowPolicy(
-                    args.max_length,
+                    None if packing and args.packing_strategy in SPLITTING else args.max_length,
                     args.bad_rows,
                     args.overflow,
                     RowFormat(text_field, system_prompt=args.system_prompt),
