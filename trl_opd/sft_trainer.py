@@ -154,6 +154,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
                     args.bad_rows,
                     args.overflow,
                     RowFormat(text_field, system_prompt=args.system_prompt),
+                    keep_end=args.truncation_mode == "keep_end",
                 ),
                 name=dataset_name,
                 num_proc=args.dataset_num_proc,

@@ -62,6 +62,27 @@ def test_overflow_by_policy():
     assert len(dataset[2]["input_ids"]) == 10 and dataset[2]["labels"][-1] == tokenizer()("c")["input_ids"][0]
 
 
+def test_a_row_can_be_cut_at_its_beginning():
+    """`truncation_mode: keep_end`: the row of 53 tokens keeps 9 letters and its stop token; 9 of them are predicted."""
+    dataset, report = prepare(ROWS, max_length=10, overflow="cut", keep_end=True)
+    letter = tokenizer()("c")["input_ids"]
+    assert dataset[2]["input_ids"] == letter * 9 + [tokenizer().eos_token_id]
+    assert dataset[2]["labels"] == [-100, *dataset[2]["input_ids"][1:]]
+    assert report.cut == 1 and report.warnings() == ["train: 1 rows cut at max_length: they begin later"]
+    tail = {"input_ids": [5] * 12, "labels": [-100, 5, *[-100] * 10]}
+    with pytest.raises(ValueError, match="1 × nothing at its end is trained"):
+        prepare([tail], max_length=10, overflow="cut", keep_end=True)
+
+
+@pytest.mark.parametrize("train_on, labels", [("assistant", [-100, -100, -100, 4]), ("all", [-100, -100, 3, 4])])
+def test_the_masks_of_tokenized_rows(train_on, labels):
+    """`train_on: all` leaves out what is not the assistant's, but trains the prompt too."""
+    row = {"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 0, 1], "assistant_masks": [1, 0, 1, 1]}
+    tokenization = Tokenization(tokenizer(), train_on)
+    dataset, _ = prepare_sft(Dataset.from_list([row]), tokenization, RowPolicy(), name="train")
+    assert dataset[0]["labels"] == labels
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_prompt_that_fills_max_length_never_enters_a_batch(packing):
     rows = [{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": "b"}]

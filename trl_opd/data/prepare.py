@@ -23,13 +23,15 @@ _SHOWN = 5
 @dataclass(frozen=True)
 class RowPolicy:
     """What to do with rows that cannot be trained (`bad_rows`) and with rows longer than `max_length` (`overflow`),
-    and how rows are read: `RowFormat`. For prompts alone the length is the config's `max_prompt_length`."""
+    and how rows are read: `RowFormat`. For prompts alone the length is the config's `max_prompt_length`. `keep_end`
+    cuts the beginning off, not the end (TRL's `truncation_mode: keep_end`)."""
 
     max_length: int | None = None
     bad_rows: str = "error"
     overflow: str = "error"
     format: RowFormat = field(default_factory=RowFormat)
     prompts: bool = False
+    keep_end: bool = False
 
     @property
     def length_field(self) -> str:
@@ -61,6 +63,7 @@ def prepare_sft(
         name,
         streamed=isinstance(dataset, IterableDataset),
         template=tokenization.template_name if kind.endswith("messages") else "",
+        cut_keeps_end=policy.keep_end,
         train_on="labels of the dataset" if tokenized else tokenization.train_on,
     )
     if isinstance(dataset, IterableDataset):
@@ -100,7 +103,7 @@ class _SFTStep:
 
     def _tokenize(self, row: dict[str, Any]) -> TokenizedRow:
         if self.kind == "tokenized":
-            return _pre_tokenized(row)
+            return _pre_tokenized(row, self.tokenization.train_on)
         return self.tokenization.row(read_row(row, self.kind, self.policy.format))
 
     def _fit(self, row: TokenizedRow) -> dict[str, Any]:
@@ -111,25 +114,32 @@ class _SFTStep:
             return _marked(row)
         if self.policy.overflow != "cut":
             return _marked(row, f"{len(labels)} tokens", self.policy.too_long)
-        if all(label == IGNORE_INDEX for label in labels[:limit]):
-            return _marked(TokenizedRow([], []), f"{len(labels)} tokens", "its prompt alone fills max_length")
-        cut = replace(row, input_ids=row.input_ids[:limit], labels=labels[:limit], stopped=False)
-        return _marked(cut, cut=True)
+        kept = slice(-limit, None) if self.policy.keep_end else slice(limit)
+        labels = _without_first(labels[kept])
+        if all(label == IGNORE_INDEX for label in labels):
+            why = "nothing at its end is trained" if self.policy.keep_end else "its prompt alone fills max_length"
+            return _marked(TokenizedRow([], []), f"{len(row.labels)} tokens", why)
+        stopped = row.stopped and self.policy.keep_end
+        return _marked(replace(row, input_ids=row.input_ids[kept], labels=labels, stopped=stopped), cut=True)
 
 
-def _pre_tokenized(row: dict[str, Any]) -> TokenizedRow:
-    """Rows that bring `input_ids`, with `labels` or the masks of older TRL versions, or all tokens trained."""
+def _pre_tokenized(row: dict[str, Any], train_on: str) -> TokenizedRow:
+    """Rows that bring `input_ids`, with `labels` or the masks of older TRL versions, or all tokens trained. As in TRL,
+    `train_on: all` (`completion_only_loss: false`) is about the completion's mask alone."""
     ids = row["input_ids"]
     if row.get("labels") is not None:
         labels = list(row["labels"])
     else:
-        masks = [row[column] for column in ("completion_mask", "assistant_masks") if row.get(column) is not None]
+        columns = ("completion_mask", "assistant_masks")[train_on == "all" :]
+        masks = [row[column] for column in columns if row.get(column) is not None]
         labels = [i if all(bits) else IGNORE_INDEX for i, *bits in zip(ids, *masks, strict=True)]
     if len(labels) != len(ids):
         raise BadRow("not as long as `input_ids`", "labels", len(labels), f"{len(ids)} labels")
-    if labels:
-        labels[0] = IGNORE_INDEX  # nothing predicts it
-    return TokenizedRow(ids, labels)
+    return TokenizedRow(ids, _without_first(labels))
+
+
+def _without_first(labels: list[int]) -> list[int]:
+    return [IGNORE_INDEX, *labels[1:]] if labels else labels  # nothing predicts it
 
 
 def _marked(row: TokenizedRow, problem: str = "", reason: str = "", cut: bool = False) -> dict[str, Any]:

@@ -20,7 +20,8 @@ def quantiles(values: Sequence[int]) -> dict[str, int]:
 class MaskReport:
     """Counts over one dataset.
 
-    `rows` were read, `kept` are used; `dropped` counts by reason. Of the kept: `cut` were shortened to `max_length`,
+    `rows` were read, `kept` are used; `dropped` counts by reason. Of the kept: `cut` were shortened to `max_length` (at
+    their beginning where `cut_keeps_end`),
     `cut_prompts` to `max_prompt_length` from the left, `without_stop` end what they train without a stop token,
     `normalized` had whitespace changed by the template. `lengths` are quantiles in tokens; `longest` that of what
     stands beside a prompt (`teacher`: the prompt it is shown, `reference`: the row with its own completion); `rules`
@@ -34,6 +35,7 @@ class MaskReport:
     tokens: int = 0
     trained_tokens: int = 0
     cut: int = 0
+    cut_keeps_end: bool = False
     cut_prompts: int = 0
     without_stop: int = 0
     normalized: int = 0
@@ -61,8 +63,14 @@ class MaskReport:
         counts = [(n, f"dropped: {reason}") for reason, n in self.dropped.most_common()]
         counts += [
             (self.cut_prompts, "cut at max_prompt_length: the model sees the end of their prompt"),
-            (self.cut, "cut at max_length: they end without a stop token"),
-            (self.without_stop - self.cut, "without a stop token: the template or tokenizer has none to train"),
+            (
+                self.cut,
+                f"cut at max_length: they {'begin later' if self.cut_keeps_end else 'end without a stop token'}",
+            ),
+            (
+                self.without_stop - (0 if self.cut_keeps_end else self.cut),
+                "without a stop token: the template or tokenizer has none to train",
+            ),
             (self.normalized, "with whitespace changed by the chat template in what is trained"),
         ]
         return [f"{self.name}: {n:,} rows {what}" for n, what in counts if n > 0]
