@@ -18,6 +18,7 @@ LAYERS = {
     "metrics": 1,
     "balance": 1,
     "data": 2,
+    "generation": 2,
     "rollout": 2,
     "teachers": 2,
     "heads": 2,

@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import torch
 import transformers
 import trl
 from tiny import qwen3
@@ -70,6 +71,22 @@ def test_attributes_that_trl_sets_and_we_read():
 
 def test_private_names_are_there():
     assert all(hasattr(_trl, name) for name in _trl.__all__)
+
+
+def test_generate_hands_its_loop_what_ours_reads():
+    model = qwen3().eval()
+    seen = {}
+
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        seen.update(kwargs, pad=generation_config.pad_token_id, done=stopping_criteria(input_ids, None))
+        return input_ids
+
+    ids = torch.tensor([[0, 5], [6, 7]])
+    config = transformers.GenerationConfig(max_new_tokens=2, pad_token_id=0, eos_token_id=7)
+    model.generate(input_ids=ids, attention_mask=(ids > 0).long(), generation_config=config, custom_generate=loop)
+    assert isinstance(seen.get("cache", seen.get("past_key_values")), transformers.DynamicCache)
+    assert seen["pad"] == 0 and seen["done"].tolist() == [False, True]
+    assert seen["attention_mask"].shape == seen["position_ids"].shape == (2, 2)
 
 
 def test_flash_attention_is_told_where_rows_end_by_these_names():

@@ -24,3 +24,13 @@ def per_device_max_tokens() -> Any:
             "more is run in pieces of whole rows. Changes no gradient. A longer row is a piece by itself."
         },
     )
+
+
+def ended_rows_leave() -> Any:
+    return field(
+        default=None,
+        metadata={
+            "help": "Rows of a rollout that have ended leave the batch while the others are written. Unset: on a CPU; "
+            "on a GPU it was not measured."
+        },
+    )

@@ -278,6 +278,7 @@ class DistillationConfig(RunFields, trl.DistillationConfig):
             "multiple of it, so that several optimizer steps learn from one rollout."
         },
     )
+    ended_rows_leave: bool | None = config_fields.ended_rows_leave()
     log_token_metrics: bool = field(
         default=True,
         metadata={

@@ -24,7 +24,15 @@ from .new_tokens import add_tokens
 from .rollout import parse_schedule
 from .rollout_trainer import RolloutTrainer
 from .student_setup import open_adapter, set_up_tokenizer
-from .teacher_setup import TeacherTokens, compare_tokens, find_teacher, place_anchor, place_teacher, restrict_sampling
+from .teacher_setup import (
+    TeacherTokens,
+    compare_tokens,
+    find_teacher,
+    place_anchor,
+    place_teacher,
+    restrict_sampling,
+    whether_rows_leave,
+)
 from .token_trainer import gather_heads
 from .types import FusedOutput, TrainedPositions
 
@@ -103,6 +111,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             tokens = compare_tokens(self.model, self._tokenizer, teacher, args.trust_remote_code)
         self.teacher_chat_template, self._shared_ids = tokens.chat_template, tokens.shared_ids
         self._flat = self._leaves_out_padding(self.model, "student")
+        self._rows_leave = whether_rows_leave(self)
         restrict_sampling(self, teacher, self._shared_ids)
         self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
         self.teacher_model = getattr(self.teacher, "wrapped", None)

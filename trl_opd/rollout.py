@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from .generation import ended_rows_leave, why_rows_stay
 from .types import IGNORE_INDEX, Rollout
 
 
@@ -38,13 +39,23 @@ def uniform(*key: int) -> float:
 
 
 def continue_prompts(
-    model: Any, prompts: list[list[int]], config: Any, *, pad_token_id: int, stop_ids: Collection[int]
+    model: Any,
+    prompts: list[list[int]],
+    config: Any,
+    *,
+    pad_token_id: int,
+    stop_ids: Collection[int],
+    rows_leave: bool = False,
 ) -> list[list[int]]:
-    """What a model samples after each prompt, by a `GenerationConfig`; ends with the stop token where there is one."""
+    """What a model samples after each prompt, by a `GenerationConfig`; ends with the stop token where there is one.
+
+    With `rows_leave` those that have ended leave the batch, where they can.
+    """
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    with torch.no_grad():
+    leave = rows_leave and not why_rows_stay(model, config)
+    with torch.no_grad(), ended_rows_leave(model) if leave else nullcontext():
         written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:].tolist()
     ends = (next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row)) for row in written)
     return [row[:end] for row, end in zip(written, ends, strict=True)]

@@ -4,6 +4,7 @@ that are counted."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .accuracy import ANSWER, can_verify, is_right
 from .balance import deal, micro_batches, row_lengths
 from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
 from .data.sampler import PromptRows, PromptStream, WindowSampler
+from .generation import ended_rows_leave
 from .losses.objectives import Settings as LossSettings
 from .masking import check_batch
 from .prompt_data import PromptData
@@ -58,6 +60,7 @@ class RolloutTrainer(PromptData):
     _settings: LossSettings
     _schedule: list[tuple[float, int]]
     _eval_batches: int
+    _rows_leave: bool
 
     # --- data ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +226,9 @@ class RolloutTrainer(PromptData):
         return completions if prompts else []
 
     def _student_completions(self, prompts: list[list[int]]) -> list[list[int]]:
-        return self._generate_single_turn(prompts, None, {})
+        student = self.accelerator.unwrap_model(self.model_wrapped)
+        with ended_rows_leave(student) if self._rows_leave else nullcontext():
+            return self._generate_single_turn(prompts, None, {})
 
     def _set_horizon(self) -> None:
         """The rollout's length by the schedule; an evaluation has the full one."""
@@ -245,6 +250,7 @@ class RolloutTrainer(PromptData):
             self.generation_config,
             pad_token_id=self._tokenizer.pad_token_id,
             stop_ids=self.eos_token_ids,
+            rows_leave=self._rows_leave,
         )
 
     def _check_answers(self, rollout: Rollout, answers: list[Any]) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig
 from . import heads
 from ._trl import create_model_from_path, get_config_model_id, is_accelerator_there, prepare_deepspeed
 from .checks.pair import check_not_the_same, check_token_ids, shared_token_ids
+from .generation import why_rows_stay
 from .teachers.adapter import AdapterTeacher
 from .teachers.local import LocalTeacher, freeze
 
@@ -163,6 +164,19 @@ def restrict_sampling(trainer: Any, teacher: Any, shared_ids: int | torch.Tensor
         )
     asked = trainer.generation_config.suppress_tokens or []
     trainer.generation_config.suppress_tokens = sorted({*asked, *others})
+
+
+def whether_rows_leave(trainer: Any) -> bool:
+    """Whether rows that have ended leave the rollout's batch; where they were to and cannot, the reason is logged."""
+    args, on_cpu = trainer.args, trainer.accelerator.device.type == "cpu"
+    if args.use_vllm or args.ended_rows_leave is False or (args.ended_rows_leave is None and not on_cpu):
+        return False
+    why_not = why_rows_stay(trainer.model, trainer.generation_config)
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        why_not = "DeepSpeed and FSDP need every process to run as many passes as the others"
+    if why_not:
+        logger.info(f"rollouts: rows that have ended stay in the batch: {why_not}")
+    return not why_not
 
 
 def place_teacher(teacher: torch.nn.Module | None, trainer: Any) -> LocalTeacher | AdapterTeacher:
