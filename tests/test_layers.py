@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "trl_opd"
 LAYERS = {
     "types": 0,
     "errors": 0,
+    "shown": 0,
     "losses": 1,
     "masking": 1,
     "metrics": 1,
@@ -44,6 +45,8 @@ LAYERS = {
     "run_lock": 3,
     "stops": 3,
     "checkpointed_trainer": 3,
+    "step_file": 3,
+    "nonfinite": 3,
     "token_trainer": 3,
     "config_fields": 3,
     "sft_setup": 3,

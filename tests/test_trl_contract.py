@@ -23,6 +23,7 @@ OVERRIDDEN = [
     (DistillationTrainer, trl.DistillationTrainer, "compute_loss"),
     (DistillationTrainer, trl.DistillationTrainer, "training_step"),
     (DistillationTrainer, trl.DistillationTrainer, "prediction_step"),
+    (SFTTrainer, transformers.Trainer, "_get_grad_norm"),
 ]
 
 
@@ -50,6 +51,15 @@ def test_the_rollout_seam_is_where_it_was():
     assert "epoch" in inspect.signature(transformers.Trainer._run_epoch).parameters
     source = inspect.getsource(transformers.Trainer._inner_training_loop)
     assert "self._run_epoch(" in source and "epoch=epoch" in source
+
+
+def test_the_norm_is_asked_for_before_every_optimizer_step():
+    """Where a step that is not finite is stopped: after the losses were added up, before the optimizer moves."""
+    source = inspect.getsource(transformers.Trainer._run_epoch)
+    order = ["self.training_step(", "self._tr_loss += tr_loss_step", "self._get_grad_norm(", "self.optimizer.step()"]
+    assert [source.count(part) for part in order] == [1] * 4
+    assert sorted(order, key=source.index) == order
+    assert "self._load_from_checkpoint(" in inspect.getsource(transformers.Trainer.train)
 
 
 def test_attributes_that_trl_sets_and_we_read():

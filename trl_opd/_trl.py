@@ -36,6 +36,7 @@ __all__ = [
     "global_then_local_main_first",
     "identity",
     "keep_4bit_gradients_right",
+    "load_weights",
     "maybe_gather_lm_head_ctx",
     "prepare_deepspeed",
     "upgrade_config",
@@ -122,6 +123,11 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
 def attention_of(model: Any) -> str:
     """The name of a transformers model's attention implementation."""
     return model.config.get_text_config()._attn_implementation or "eager"
+
+
+def load_weights(trainer: Any, checkpoint: str) -> None:
+    """Put a checkpoint's weights (its adapter, where there is one) into a trainer's model."""
+    trainer._load_from_checkpoint(checkpoint)
 
 
 def is_accelerator_there() -> bool:

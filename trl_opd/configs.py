@@ -20,6 +20,7 @@ from .data.prepare import BAD_ROWS, OVERFLOW, PROMPT_OVERFLOW
 from .data.tokenize import TRAIN_ON
 from .losses.objectives import Settings
 from .losses.policy_gradient import REWARDS
+from .nonfinite import MAX_SKIPPED, ON_NONFINITE
 from .run_fields import RunFields
 
 TEACHER_KINDS = ("model", "base", "adapter")
@@ -86,6 +87,28 @@ def _on_save_error() -> Any:
     )
 
 
+def _on_nonfinite() -> Any:
+    return field(
+        default="stop",
+        metadata={
+            "help": "A loss or gradient that is not finite: `stop` ends the run before any weight is changed, names "
+            "the rows and writes the step's micro-batches to a file; `skip` leaves that step out and counts it, up to "
+            f"{MAX_SKIPPED} in a row.",
+            "choices": list(ON_NONFINITE),
+        },
+    )
+
+
+def _logging_nan_inf_filter() -> Any:
+    return field(
+        default=False,
+        metadata={
+            "help": "Log the mean of earlier losses in the place of one that is not finite. Off here: `on_nonfinite` "
+            "sees to those, and the filter waits for the device at every micro-batch."
+        },
+    )
+
+
 def _disable_dropout() -> Any:
     return field(
         default=None,
@@ -133,9 +156,12 @@ class SFTConfig(RunFields, trl.SFTConfig):
     on_save_error: str = _on_save_error()
     balance_micro_batches: bool = config_fields.balance_micro_batches()
     per_device_max_tokens: int | None = config_fields.per_device_max_tokens()
+    on_nonfinite: str = _on_nonfinite()
+    logging_nan_inf_filter: bool = _logging_nan_inf_filter()
 
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
+        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
         check_choice("overflow", self.overflow, OVERFLOW)
         check_choice("train_on", self.train_on, TRAIN_ON)
@@ -168,6 +194,8 @@ class DistillationConfig(RunFields, trl.DistillationConfig):
     on_save_error: str = _on_save_error()
     balance_micro_batches: bool = config_fields.balance_micro_batches()
     per_device_max_tokens: int | None = config_fields.per_device_max_tokens()
+    on_nonfinite: str = _on_nonfinite()
+    logging_nan_inf_filter: bool = _logging_nan_inf_filter()
     objective: str = field(
         default="divergence",
         metadata={
@@ -305,6 +333,7 @@ class DistillationConfig(RunFields, trl.DistillationConfig):
     def __post_init__(self) -> None:
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
+        check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_choice("eval_mode", self.eval_mode, EVAL_MODES)
         check_choice("teacher_kind", self.teacher_kind, TEACHER_KINDS)
         check_choice("prompt_overflow", self.prompt_overflow, PROMPT_OVERFLOW)

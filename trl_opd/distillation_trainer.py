@@ -18,6 +18,7 @@ from .config_checks import check_pieces
 from .configs import DistillationConfig
 from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER
 from .data.report import MaskReport
+from .errors import RunError
 from .losses.objectives import Settings as LossSettings
 from .losses.reduce import global_mean
 from .new_tokens import add_tokens
@@ -228,7 +229,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         if empty:
             self.optimizer.zero_grad(set_to_none=True)  # a zero gradient would still move weights by Adam's momentum
         if self._empty_steps == MAX_EMPTY_STEPS:
-            raise RuntimeError(
+            raise RunError(
                 f"{MAX_EMPTY_STEPS} steps in a row, up to step {self.state.global_step + 1}, had no token to train: "
                 "every completion is empty or masked. Raise `max_completion_length`, set "
                 "`mask_truncated_completions: false`, and look at what the student writes (`log_completions: true`)."

@@ -19,9 +19,9 @@ from datasets import Dataset
 # fields that decide where things go, how fast, and what is logged, saved or evaluated, but not what is trained
 FREE = {
     "output_dir", "overwrite_output_dir", "do_train", "do_eval", "do_predict", "run_name", "project", "report_to",
-    "resume_from_checkpoint", "resume_anyway", "on_save_error", "disable_tqdm", "remove_unused_columns", "debug",
-    "use_cpu", "local_rank", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-    "include_num_input_tokens_seen", "include_for_metrics", "prediction_loss_only", "batch_eval_metrics",
+    "resume_from_checkpoint", "resume_anyway", "on_save_error", "on_nonfinite", "disable_tqdm", "debug",
+    "remove_unused_columns", "use_cpu", "local_rank", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "include_num_input_tokens_seen", "include_for_metrics", "prediction_loss_only", "batch_eval_metrics",
     "skip_memory_metrics", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "strict_masks",
     "per_device_eval_batch_size", "dataset_num_proc", "model_init_kwargs", "teacher_model_init_kwargs", "deepspeed",
     "fsdp", "fsdp_config", "accelerator_config", "parallelism_config", "auto_find_batch_size", "enable_jit_checkpoint",

@@ -50,7 +50,7 @@ def line(logs: dict[str, Any], step: int) -> str:
 
 
 def _is_worth_a_look(name: str, value: Any) -> bool:
-    if name == "distill/empty_steps":
+    if name in ("distill/empty_steps", "sft/nonfinite_steps", "distill/nonfinite_steps"):
         return bool(value)
     return not name.removeprefix("eval_").startswith((*_HIDDEN, "runtime", "samples_per", "steps_per", "model_prep"))
 

@@ -17,6 +17,7 @@ from .accuracy import ANSWER, can_verify, is_right
 from .balance import deal, micro_batches, row_lengths
 from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
 from .data.sampler import PromptRows, PromptStream, WindowSampler
+from .errors import NonFiniteError
 from .generation import ended_rows_leave
 from .losses.objectives import Settings as LossSettings
 from .masking import check_batch
@@ -227,8 +228,18 @@ class RolloutTrainer(PromptData):
 
     def _student_completions(self, prompts: list[list[int]]) -> list[list[int]]:
         student = self.accelerator.unwrap_model(self.model_wrapped)
-        with ended_rows_leave(student) if self._rows_leave else nullcontext():
-            return self._generate_single_turn(prompts, None, {})
+        try:
+            with ended_rows_leave(student) if self._rows_leave else nullcontext():
+                return self._generate_single_turn(prompts, None, {})
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):  # torch's words, where there is nothing to sample from
+                raise
+            raise NonFiniteError(
+                f"step {self.state.global_step + 1}: the student's probabilities are not finite while it writes, so "
+                "its weights are not, or its activations overflow. No weight was changed by it. `trl-opd check "
+                "distill` looks at the weights; go back to a checkpoint, or set `bf16: true` in the place of `fp16`.",
+                everywhere=False,
+            ) from error
 
     def _set_horizon(self) -> None:
         """The rollout's length by the schedule; an evaluation has the full one."""

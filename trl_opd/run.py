@@ -42,6 +42,7 @@ from .new_tokens import CHATML_NAME
 from .process_log import set_up_logging
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
+from .shown import visible
 from .student_setup import inner_tokenizer, is_adapter_folder, open_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,21 +64,21 @@ def main(job: str, argv: Sequence[str]) -> int:
         set_up_logging(settings.training)
         trainer, checkpoint = build(settings)
     except MENDABLE as error:
-        return say(job, error, debug)
+        return say_error(job, error, debug)
     try:
         return train(trainer, settings, checkpoint)
     except RunError as error:
-        return say(job, error, debug)
+        return say_error(job, error, debug)
 
 
-def say(job: str, error: Exception, debug: bool) -> int:
-    """Print an error that the user can mend; returns the exit code."""
+def say_error(job: str, error: Exception, debug: bool) -> int:
+    """Print an error that a user can mend, once and not once a process; returns the exit code."""
     if debug:
         traceback.print_exc()
-    rank = os.environ.get("LOCAL_RANK", "0")
-    if rank != "0":
+    rank, message = os.environ.get("LOCAL_RANK", "0"), visible(str(error))
+    if rank != "0" and getattr(error, "everywhere", True):
         time.sleep(ECHO_SECONDS)  # the first process mostly says the same, and the launcher then ends this one
-    said = f"trl-opd {job}: error: {error}" if rank == "0" else f"trl-opd {job}: error in process {rank}: {error}"
+    said = f"trl-opd {job}: error: {message}" if rank == "0" else f"trl-opd {job}: error in process {rank}: {message}"
     print(said, file=sys.stderr, flush=True)
     return 2 if isinstance(error, UsageError) else 1
 

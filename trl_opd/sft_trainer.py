@@ -222,7 +222,8 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         """
         if self._trl_does_it or return_outputs or "labels" not in inputs:
             inputs = {key: value for key, value in inputs.items() if key not in (POSITIONS, ROWS, SIZES)}
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss if return_outputs else self._note_loss(loss, inputs)
         return self._sum_of_pieces(model, inputs, lambda piece: self._loss(model, dict(piece), num_items_in_batch))
 
     def _loss(self, model: torch.nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None) -> Any:

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from .checks.samples import as_terminal, pieces, visible
+from .checks.samples import as_terminal, pieces
 from .heads import causal_lm
+from .shown import visible
 
 
 def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .data.sampler import PromptStream, WindowSampler
 from .flat import why_padded
 from .losses.reduce import row_sums
 from .metrics import MetricSums
+from .nonfinite import NonFiniteGuard
 from .types import FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
@@ -25,7 +27,7 @@ logger = get_logger(__name__)
 gather_heads = maybe_gather_lm_head_ctx  # makes a head that ZeRO-3 has sharded whole, inside the fused pass
 
 
-class TokenLevelTrainer(CheckpointedTrainer):
+class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     """Mixed into a TRL trainer, before it. Needs `_start_accounting()` once TRL's constructor is done."""
 
     # what the TRL trainer it is mixed into brings
@@ -44,6 +46,7 @@ class TokenLevelTrainer(CheckpointedTrainer):
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         self._eval_total = torch.zeros(2, dtype=torch.float64)  # loss sum and trained tokens of an evaluation
         self._window_sampler: WindowSampler | PromptStream | None = None
+        self._start_guard()
 
     def _note_report(self, report: MaskReport) -> None:
         """Keep a dataset's report, and say at once what was not used as it came."""
@@ -56,7 +59,7 @@ class TokenLevelTrainer(CheckpointedTrainer):
         # shards, so a resumed run would replay epoch 0
         if self._window_sampler is not None:
             self._window_sampler.set_epoch(kwargs["epoch"])
-        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+        return super()._run_epoch(*args, **kwargs)
 
     def _own_state(self) -> dict[str, Any]:
         """What has been counted since the last log: the next one is then that of a run that never stopped."""
@@ -95,7 +98,9 @@ class TokenLevelTrainer(CheckpointedTrainer):
                 out = score(unwrapped, *inner)
             return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
 
-        return FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
+        batch = dict(args[0])  # `score` takes out what the models are not given
+        out = FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
+        return replace(out, loss_sum=self._note_loss(out.loss_sum, batch, args[1], out.per_token))
 
     def _leaves_out_padding(self, model: Any, whose: str) -> bool:
         """Whether a model is run on rows without padding; the choice is logged with its reason."""
@@ -160,4 +165,4 @@ class TokenLevelTrainer(CheckpointedTrainer):
         if "loss" in logs or any(key.endswith("_runtime") for key in logs):
             for name, value in self._sums[self._mode].pop_means(self.accelerator.gather).items():
                 self._metrics[self._mode][name] = [value]
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)

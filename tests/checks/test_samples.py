@@ -5,9 +5,10 @@ import io
 from rich.console import Console
 from tiny import tokenizer
 
-from trl_opd.checks.samples import Piece, as_html, as_terminal, page, pieces, visible
+from trl_opd.checks.samples import Piece, as_html, as_terminal, page, pieces
 from trl_opd.data.rows import read_row
 from trl_opd.data.tokenize import Tokenization
+from trl_opd.shown import visible
 
 EVIL = "</mark></pre><script>alert(1)</script> \x1b[31mred\x1b[0m \u202eright to left [bold]no[/bold]"
 

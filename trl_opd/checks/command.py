@@ -16,12 +16,15 @@ from rich.table import Table
 
 from .. import recipes, run, summary
 from ..errors import UsageError
+from ..step_file import read_step
 from .preflight import ERROR, OK, Finding, check_first_loss, preflight
+from .replay import replay
 from .samples import page, pieces
 
 _EPILOG = """examples:
   trl-opd check sft --config recipe.yaml
-  trl-opd check distill --config recipe.yaml --show 5 --html check.html"""
+  trl-opd check distill --config recipe.yaml --show 5 --html check.html
+  trl-opd check sft --config recipe.yaml --batch out/_nonfinite_step_12.safetensors"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job", choices=sorted(recipes.CONFIGS))
     parser.add_argument("--show", type=int, default=2, metavar="N", help="training rows to show (default 2)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write findings and rows to a self-contained page")
+    parser.add_argument("--batch", metavar="FILE", help="take the step again that a run wrote when it stopped")
     own, rest = parser.parse_known_args(argv)
     rest, debug = run.without_debug_flag(rest)
     logging.getLogger("trl_opd").setLevel(logging.ERROR)  # what it would warn of is a finding here
@@ -43,10 +47,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = recipes.parse(own.job, rest)
         run.set_up_logging(settings.training, logging.ERROR)
+        step = None if own.batch is None else read_step(own.batch, own.job)
         trainer, _ = run.build(settings, heed=False)
-        findings = [Finding(OK, "recipe", "every key is known"), *preflight(trainer)]
-        if not any(finding.level == ERROR for finding in findings):
-            findings.append(check_first_loss(trainer))
+        findings = look(trainer) if step is None else replay(trainer, step)
     except run.MENDABLE as error:
         if debug:
             traceback.print_exc()
@@ -56,6 +59,14 @@ def main(argv: Sequence[str]) -> int:
         findings = [Finding(ERROR, "start", str(error))]
     report(findings, trainer, own)
     return int(any(finding.level == ERROR for finding in findings))
+
+
+def look(trainer: Any) -> list[Finding]:
+    """Every check, and the first loss where nothing stands in its way."""
+    findings = [Finding(OK, "recipe", "every key is known"), *preflight(trainer)]
+    if not any(finding.level == ERROR for finding in findings):
+        findings.append(check_first_loss(trainer))
+    return findings
 
 
 def report(findings: list[Finding], trainer: Any, own: argparse.Namespace) -> None:
@@ -68,7 +79,7 @@ def report(findings: list[Finding], trainer: Any, own: argparse.Namespace) -> No
         level, name, message = finding.cells()
         table.add_row(f"[{styles[level]}]{level}[/]", name, summary.plain(message))
     Console().print(table)
-    if trainer is not None:
+    if trainer is not None and own.batch is None:
         summary.show_samples(trainer, own.show)
     if own.html is not None:
         rows: list[Any] = []

@@ -14,6 +14,7 @@ from .. import summary
 from ..data.templates import special_tokens
 from ..heads import causal_lm
 from ..types import IGNORE_INDEX
+from .weights import listed, nonfinite_parameters
 
 logger = get_logger(__name__)
 
@@ -38,6 +39,7 @@ def preflight(trainer: Any) -> list[Finding]:
     """Every check that needs no forward pass."""
     findings: list[Finding | None] = [check_rows(report) for report in trainer.data_reports]
     findings += [check_template(trainer), check_stop_tokens(trainer), check_lengths(trainer), check_steps(trainer)]
+    findings += check_weights(trainer)
     if hasattr(trainer, "teacher"):
         findings += check_pair(trainer)
     return [finding for finding in findings if finding is not None]
@@ -144,6 +146,22 @@ def check_steps(trainer: Any) -> Finding:
         fix = "set a smaller `warmup_steps` (below 1 it is a share of the steps)"
         return Finding(WARNING, "steps", f"{text}; all of them are warm-up ({warmup})", fix)
     return Finding(OK, "steps", f"{text}; {warmup} of them warm-up")
+
+
+def check_weights(trainer: Any) -> list[Finding]:
+    """Whether every weight of the student, and of a teacher of its own, is a number. All that is well is one line."""
+    models = [("the student" if hasattr(trainer, "teacher") else "the model", trainer.model)]
+    if getattr(trainer, "teacher_model", None) is not None:
+        models.append(("the teacher", trainer.accelerator.unwrap_model(trainer.teacher_model)))
+    findings = []
+    for name, model in models:
+        bad = nonfinite_parameters(model)
+        if bad:
+            fix = "load it in the dtype that it was saved in, or take another checkpoint"
+            findings.append(
+                Finding(ERROR, "weights", f"{name} has {len(bad)} tensors that are not finite\n{listed(bad)}", fix)
+            )
+    return findings or [Finding(OK, "weights", "all finite")]
 
 
 def check_pair(trainer: Any) -> list[Finding | None]:

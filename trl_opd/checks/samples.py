@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,9 +10,8 @@ from typing import Any
 
 from rich.text import Text
 
+from ..shown import visible
 from ..types import IGNORE_INDEX
-
-_INVISIBLE = {"\n", "\t"}  # control characters that are kept as they are
 
 
 @dataclass(frozen=True)
@@ -37,18 +35,6 @@ def pieces(tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int]) -> l
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         runs.append(Piece(visible(text), trained, is_special))
     return runs
-
-
-def visible(text: str) -> str:
-    """Text without characters that a terminal or a browser would act on."""
-    return "".join(
-        c if c in _INVISIBLE or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else _escaped(c) for c in text
-    )
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def as_terminal(row: list[Piece], longest: int | None = None) -> Text:
