@@ -14,8 +14,10 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3ForCau
 
 from trl_opd import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer
 from trl_opd.data.rows import DatasetError
+from trl_opd.masking import trained_positions
 from trl_opd.new_tokens import CHATML, add_tokens
 from trl_opd.run import run
+from trl_opd.teachers.adapter import AdapterTeacher
 
 KNOWN = 259  # 256 bytes and three special tokens; the model has no row to spare
 OPEN, CLOSE = KNOWN, KNOWN + 1
@@ -316,6 +318,22 @@ def test_a_teacher_that_lacks_them_is_asked_about_shared_ids_only(bases, teacher
     layer = trainer.model.get_output_embeddings()
     rows = layer.token_adapter.trainable_tokens_delta["default"] if peft else layer.weight[KNOWN:]
     assert torch.isfinite(rows).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_base_as_teacher_has_the_rows_it_started_with(bases, tmp_path, tied):
+    """Whatever the adapter has made of them since: in the embedding, and in the head, which is called later."""
+    model = sft(bases[tied], tmp_path, LORA).model
+    labels = torch.where(torch.arange(IDS.size(1)) > 0, IDS, -100)
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(IDS).logits[0, :-1]
+    with torch.no_grad():
+        for name, rows in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                rows.add_(1.0)
+    hidden, head = AdapterTeacher().states(model, {"input_ids": IDS}, trained_positions(labels))
+    torch.testing.assert_close(head.module(hidden), expected)
+    assert (model.eval()(IDS).logits[0, :-1] - expected).abs().max() > 0.1
 
 
 def test_what_only_the_student_has_is_an_error_in_rows_and_as_its_stop(bases, teacher, tmp_path):
