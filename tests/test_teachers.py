@@ -214,6 +214,17 @@ def test_a_privileged_prompt_with_the_base_as_teacher(tmp_path):
     assert log["loss"] == pytest.approx(mean_over_tokens(rows_of(), per_token).item(), rel=1e-4)
 
 
+def test_a_privileged_prompt_with_the_students_own_checkpoint_as_teacher(tmp_path):
+    """Loaded twice and only told apart by what it is shown, it is a teacher; without that it is refused."""
+    folder = saved(qwen3(), tmp_path / "student")
+    rows = text_rows(4).map(lambda row: {"hint": "psst " + row["prompt"]}).remove_columns("completion")
+    options = {"student": folder, "teacher": folder, "rows": rows}
+    _, log = gradients(*OURS, tmp_path, **options, teacher_prompt_column="hint")
+    assert log["loss"] > 1e-3
+    with pytest.raises(ValueError, match=r"Student and teacher are both .*`teacher_prompt_column`"):
+        build(*OURS, tmp_path, **options)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

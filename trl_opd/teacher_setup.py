@@ -45,7 +45,9 @@ def find_teacher(student: Any, teacher: Any, args: Any, peft_config: Any) -> tor
                 "There is no teacher. Pass `teacher_model`, or set `teacher_model_name_or_path` to a folder or a model "
                 "on the Hub; or set `teacher_kind: base` to learn from the student's own base."
             )
-        check_not_the_same(student, teacher)
+        revision = (args.model_init_kwargs or {}).get("revision") or "main"
+        other_revision = (args.teacher_model_revision or "main") != revision
+        check_not_the_same(student, teacher, knows_more=other_revision or args.teacher_prompt_column is not None)
         return freeze(load_teacher(teacher, args))
     if peft_config is None and not isinstance(student, PeftModel):
         raise ValueError(

@@ -13,13 +13,17 @@ from ..teachers.local import shares_parameters
 _SHOWN = 5
 
 
-def check_not_the_same(student: nn.Module | str, teacher: nn.Module | str) -> None:
-    """Raise `ValueError` where the teacher is the student itself, or holds its weights (a LoRA student's base)."""
+def check_not_the_same(student: nn.Module | str, teacher: nn.Module | str, *, knows_more: bool = False) -> None:
+    """Raise `ValueError` where the teacher is the student itself, or holds its weights (a LoRA student's base).
+
+    The student's checkpoint, loaded a second time, is one that `knows_more` at another revision or by its own prompt.
+    """
     if isinstance(student, str) and isinstance(teacher, str):
-        if os.path.realpath(student) == os.path.realpath(teacher):
+        if os.path.realpath(student) == os.path.realpath(teacher) and not knows_more:
             raise ValueError(
                 f"Student and teacher are both {student}: the divergence is 0 and nothing is learned. Set "
-                "`teacher_model_name_or_path` to another model."
+                "`teacher_model_name_or_path` to another model, `teacher_model_revision` to another revision, or "
+                "`teacher_prompt_column` to show the teacher more."
             )
         return
     if isinstance(student, str) or isinstance(teacher, str):
