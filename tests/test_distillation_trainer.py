@@ -53,6 +53,26 @@ def test_same_loss_and_gradients_as_trl(tmp_path, beta, tau, peft_config):
         assert log[name] == pytest.approx(trl_log[name], rel=1e-4), name
 
 
+@pytest.mark.parametrize("num_items", [None, 5, 40])
+def test_a_batch_of_trls_scored_by_a_script(tmp_path, num_items):
+    """Prompts of 1 and 3 tokens padded on the left, completions of 4 and 2 on the right: 6 tokens, whatever N is."""
+    batch = {
+        "prompt_ids": torch.tensor([[257, 257, 5], [6, 7, 8]]),
+        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[9, 10, 11, 12], [13, 14, 257, 257]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    }
+    values = []
+    for classes in ((DistillationTrainer, DistillationConfig), (trl.DistillationTrainer, trl.DistillationConfig)):
+        trainer, _ = build(*classes, tmp_path, fixed=False, beta=0.25)
+        loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=num_items)
+        loss.backward()
+        values.append((loss.item(), {n: p.grad for n, p in trainer.model.named_parameters()}))
+    (ours, our_gradients), (theirs, their_gradients) = values
+    assert ours == pytest.approx(theirs, rel=1e-4) and ours > 0
+    assert_same_gradients(our_gradients, their_gradients, rtol=1e-4)
+
+
 def test_untied_heads_and_gradient_checkpointing(tmp_path):
     same = {"student": llama(), "teacher": llama(seed=3)}
     ours, _ = gradients(DistillationTrainer, DistillationConfig, tmp_path, **same, gradient_checkpointing=True)

@@ -16,7 +16,7 @@ from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
 from .config_checks import check_pieces
 from .configs import DistillationConfig
-from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER
+from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER, from_trl
 from .data.report import MaskReport
 from .errors import RunError
 from .losses.objectives import Settings as LossSettings
@@ -146,7 +146,18 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Σ divergence over the completions' tokens ÷ N. `num_items_in_batch` of `Trainer`, counted before the
-        rollout, is not used; nor are labels given to either model."""
+        rollout, is not used; nor are labels given to either model.
+
+        A batch of TRL's, from a script that calls this itself, is scored as TRL does: ÷ `num_items_in_batch` where it
+        is given, else ÷ its own tokens. Nothing of it is logged.
+        """
+        if POSITIONS not in inputs:
+            batch = from_trl(inputs)
+            out = self._in_wrapped_forward(model, self._score, batch, batch[POSITIONS])
+            given = num_items_in_batch is not None
+            count, share = (num_items_in_batch, self.accelerator.num_processes) if given else (len(batch[POSITIONS]), 1)
+            loss = global_mean(out.loss_sum, count, share)
+            return (loss, None) if return_outputs else loss
         loss = self._sum_of_pieces(model, inputs, lambda piece: self._loss(model, dict(piece)))
         return (loss, None) if return_outputs else loss
 

@@ -96,6 +96,19 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: 
     }
 
 
+def from_trl(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A micro-batch as TRL's `DistillationTrainer` makes them, with `prompt_ids` and `prompt_mask` (B, P) padded on the
+    left, `completion_ids` and `completion_mask` (B, C) on the right, as `pad_rows` gives them."""
+    prompts, completions, trained = batch["prompt_ids"], batch["completion_ids"], batch["completion_mask"].bool()
+    labels = torch.cat([torch.full_like(prompts, IGNORE_INDEX), completions.where(trained, IGNORE_INDEX)], dim=1)
+    return {
+        "input_ids": torch.cat([prompts, completions], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        "labels": labels,
+        POSITIONS: trained_positions(labels),
+    }
+
+
 def pad_rollout(rollout: Rollout, indices: Sequence[int], pad_token_id: int, multiple_of: int | None) -> dict[str, Any]:
     """Some rows of a rollout as one micro-batch, as `pad_rows` does.
 
