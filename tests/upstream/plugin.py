@@ -34,6 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what `from trl import ...` gives the tests: our trainers and configs, our trainers with TRL's configs, "
         "or TRL's own",
     )
+    parser.getgroup("upstream").addoption(
+        "--other-teacher",
+        action="store_true",
+        help="give our DistillationTrainer, which refuses the student's own checkpoint as teacher, a copy of it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from transformers.utils import is_torchvision_available
 
-    from .classes import exchange
+    from .classes import COPY, exchange
     from .rows import DATASETS, write_dataset
     from .standins import MODELS, WITH_REAL_IDS, full_name, write_model
     from .vision import VISION
@@ -49,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     datasets.disable_progress_bars()
     for name, standin in {**MODELS, **(VISION if is_torchvision_available() else {})}.items():
-        write_model(name, standin, _HUB)
+        repository = write_model(name, standin, _HUB)
+        repository.with_name(repository.name + COPY).symlink_to(repository, target_is_directory=True)
         _served.add(full_name(name))
     for name, standin in WITH_REAL_IDS.items():
         write_model(name, standin, _HUB_WITH_REAL_IDS)
@@ -62,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     datasets.load_dataset = load_dataset
     _without_bf16_on_a_cpu()
-    exchange(config.getoption("--classes"))
+    exchange(config.getoption("--classes"), config.getoption("--other-teacher"))
 
 
 def _without_bf16_on_a_cpu() -> None:

@@ -218,8 +218,10 @@ def full_name(name: str) -> str:
     return name if "/" in name else f"{ORGANIZATION}/{name}"
 
 
-def write_model(name: str, standin: Standin | VisionStandin, hub: Path) -> None:
-    """A model and its tokenizer as the Hub's cache holds them, at `main` and at the revisions that a test asks for."""
+def write_model(name: str, standin: Standin | VisionStandin, hub: Path) -> Path:
+    """A model and its tokenizer as the Hub's cache holds them, at `main` and at the revisions that a test asks for.
+
+    Returns the folder of the cache that holds them."""
     repository = hub / ("models--" + full_name(name).replace("/", "--"))
     for revision, words in {"main": standin.words, **getattr(standin, "revisions", {})}.items():
         commit = hashlib.sha1(f"{name} {revision}".encode()).hexdigest()
@@ -237,6 +239,7 @@ def write_model(name: str, standin: Standin | VisionStandin, hub: Path) -> None:
         tokens.save_pretrained(snapshot)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / revision).write_text(commit, encoding="utf-8")
+    return repository
 
 
 def _bring_code(snapshot: Path) -> None:
