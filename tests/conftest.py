@@ -6,6 +6,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import logging
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -14,3 +17,10 @@ torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True)  # CI judges a change, not the luck of a draw
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """A command sets how much is logged, for its process: the next test is another one."""
+    yield
+    logging.getLogger("trl_opd").setLevel(logging.NOTSET)

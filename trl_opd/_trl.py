@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ __all__ = [
     "ForwardRedirection",
     "adapters_on_the_head",
     "attention_of",
+    "completions_shown",
     "create_model_from_path",
     "get_config_model_id",
     "global_then_local_main_first",
@@ -123,6 +124,25 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
 def attention_of(model: Any) -> str:
     """The name of a transformers model's attention implementation."""
     return model.config.get_text_config()._attn_implementation or "eager"
+
+
+@contextmanager
+def completions_shown(show: Callable[[str], str]) -> Iterator[None]:
+    """Let TRL's table of `log_completions` print prompts and completions as `show` gives them.
+
+    What goes to files and trackers stays as it is.
+    """
+    module: Any = importlib.import_module("trl.trainer.distillation_trainer")
+    theirs = module.print_prompt_completions_sample
+
+    def print_shown(prompts: list[str], completions: list[str], *args: Any, **kwargs: Any) -> None:
+        theirs([show(text) for text in prompts], [show(text) for text in completions], *args, **kwargs)
+
+    module.print_prompt_completions_sample = print_shown
+    try:
+        yield
+    finally:
+        module.print_prompt_completions_sample = theirs
 
 
 def load_weights(trainer: Any, checkpoint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -130,3 +131,76 @@ def resolve_precision(args: Any) -> None:
             raise ValueError(f"`{name}: true` needs a GPU and this machine has none. Set `{name}: false`{cpu}.")
     if args.bf16 is None:
         args.bf16 = False
+
+
+# (names, least, most, whether the least itself is allowed); `None` is no bound
+_RANGES: list[tuple[tuple[str, ...], float, float | None, bool]] = [
+    (("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"), 0, None, True),
+    (("neftune_noise_alpha", "router_aux_loss_coef", "lora_alpha"), 0, None, True),
+    (("num_train_epochs", "temperature", "repetition_penalty", "reward_bound"), 0, None, False),
+    (("logging_steps", "save_steps", "eval_steps", "ddp_timeout"), 0, None, False),
+    (("adam_beta1", "adam_beta2", "lora_dropout"), 0, 1 - 1e-9, True),
+    (("top_p",), 0, 1, False),
+    (("min_p", "vllm_gpu_memory_utilization"), 0, 1, True),
+    (("top_k",), -1, None, True),
+    (("eval_delay", "loss_top_k"), 0, None, True),
+    (
+        ("max_length", "max_completion_length", "save_total_limit", "eval_accumulation_steps", "dataset_num_proc"),
+        1,
+        None,
+        True,
+    ),
+    (("num_completions_to_print", "torch_empty_cache_steps", "pad_to_multiple_of"), 1, None, True),
+    (("seed", "data_seed"), 0, 2**32 - 1, True),
+    (("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1, 2**16, True),
+    (("num_generations", "steps_per_generation", "lora_r"), 1, 2**16, True),
+    (("dataloader_num_workers",), 0, 1024, True),
+]
+
+
+def check_numbers(args: Any) -> None:
+    """Raise `ValueError` for a number that is none (NaN), has no end, or cannot be meant."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value) and not (name == "max_grad_norm" and value > 0):
+            raise ValueError(f"{name} is {value}; it must be a finite number.")
+    for names, least, most, inclusive in _RANGES:
+        for name in names:
+            value = getattr(args, name, None)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                continue  # unset, or a text that its own reader looks at
+            if value < least or (value == least and not inclusive) or (most is not None and value > most):
+                lowest = f"{least} or more" if inclusive else f"above {least}"
+                highest = "" if most is None else f", below {round(most)}" if most < 1 else f", at most {most:,}"
+                raise ValueError(f"{name} is {_short(value)}; it must be {lowest}{highest}.")
+    steps = getattr(args, "max_steps", -1)
+    if isinstance(steps, int) and (steps == 0 or steps < -1):
+        raise ValueError(f"max_steps is {_short(steps)}; it must be 1 or more, or -1 for `num_train_epochs`.")
+
+
+_MAPPINGS = (
+    "model_init_kwargs",
+    "teacher_model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+    "lr_scheduler_kwargs",
+    "dataset_kwargs",
+)
+
+
+def check_mappings(args: Any) -> None:
+    """Raise `ValueError` where names and values are wanted and there is another thing: JSON was read by now."""
+    for name in _MAPPINGS:
+        value = getattr(args, name, None)
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{name} is {value!r}; it must be a mapping of names to values.")
+
+
+def _short(number: float) -> str:
+    """A number of a thousand digits is one too, and Python does not even write it out."""
+    try:
+        text = str(number)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 24 else f"{text[:12]}… ({len(text)} digits)"

@@ -10,7 +10,9 @@ import trl
 from . import config_fields
 from .config_checks import (
     check_choice,
+    check_mappings,
     check_max_tokens,
+    check_numbers,
     check_rollouts,
     check_sampling,
     check_weights,
@@ -22,6 +24,7 @@ from .losses.objectives import Settings
 from .losses.policy_gradient import REWARDS
 from .nonfinite import MAX_SKIPPED, ON_NONFINITE
 from .run_fields import RunFields
+from .secrets import SecretsStayHere
 
 TEACHER_KINDS = ("model", "base", "adapter")
 ON_SAVE_ERROR = ("stop", "continue")
@@ -119,8 +122,8 @@ def _disable_dropout() -> Any:
     )
 
 
-@dataclass
-class SFTConfig(RunFields, trl.SFTConfig):
+@dataclass(repr=False)
+class SFTConfig(SecretsStayHere, RunFields, trl.SFTConfig):
     """`trl.SFTConfig` and the fields that decide what is trained. Every TRL field keeps its name and meaning.
 
     Raises `ValueError` for a value outside its choices and for a precision that this machine does not have.
@@ -160,6 +163,7 @@ class SFTConfig(RunFields, trl.SFTConfig):
     logging_nan_inf_filter: bool = _logging_nan_inf_filter()
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
@@ -168,10 +172,11 @@ class SFTConfig(RunFields, trl.SFTConfig):
         check_max_tokens(self)
         resolve_precision(self)
         super().__post_init__()
+        check_mappings(self)
 
 
-@dataclass
-class DistillationConfig(RunFields, trl.DistillationConfig):
+@dataclass(repr=False)
+class DistillationConfig(SecretsStayHere, RunFields, trl.DistillationConfig):
     """`trl.DistillationConfig` and our further fields. Every TRL field keeps its name and meaning.
 
     Raises `ValueError` for a value outside its choices and for a precision that this machine does not have.
@@ -331,6 +336,7 @@ class DistillationConfig(RunFields, trl.DistillationConfig):
     )
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         check_choice("bad_rows", self.bad_rows, BAD_ROWS)
         check_choice("on_save_error", self.on_save_error, ON_SAVE_ERROR)
         check_choice("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
@@ -345,6 +351,7 @@ class DistillationConfig(RunFields, trl.DistillationConfig):
         check_max_tokens(self)
         resolve_precision(self)
         super().__post_init__()
+        check_mappings(self)
         if len(self.importance_clip) != 2:
             raise ValueError(f"importance_clip is {self.importance_clip}; it must be two numbers, low and high.")
         self.loss_settings()  # checks the objective's own numbers

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from .data.mixture import Mixture
+from .errors import UsageError
+from .shown import excerpt
 
 SECRET = "hub_token"  # never printed
 
@@ -134,7 +136,12 @@ def unused(why: str) -> Rule:
 
 
 def environment(name: str) -> Rule:
-    return lambda reading, key, value: Became(env={name: str(value)})
+    def rule(reading: Reading, key: str, value: Any) -> Became:
+        if isinstance(value, (dict, list)):
+            raise UsageError(f"{key} is {excerpt(str(value))[1:-1]}; it must be text.")
+        return Became(env={name: str(value)})
+
+    return rule
 
 
 def where_true(values: dict[str, Any], note: str = "", off: str = "that is how it is without it") -> Rule:

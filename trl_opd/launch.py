@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from .errors import UsageError
+from .secrets import masked_command
 from .shipped import find_accelerate_config
+from .shown import printable
 
 FLAGS = ("accelerate_config", "num_processes")
 WANTED = "TRL_OPD_NUM_PROCESSES"  # how many processes there must be; a cluster script may set it too
@@ -40,7 +42,7 @@ def main(job: str, argv: Sequence[str]) -> int:
         join(os.environ)
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
-            print(f"trl-opd {job}: error: {error}", file=sys.stderr)
+            print(f"trl-opd {job}: error: {printable(str(error))}", file=sys.stderr)
         return 2
     from .run import main as run
 
@@ -86,7 +88,7 @@ def start(job: str, request: Request) -> NoReturn:
     from .recipes import check  # as late as here: it imports TRL
 
     check(job, request.rest)
-    print(f"trl-opd {job}: {shlex.join(command)}", file=sys.stderr, flush=True)
+    print(f"trl-opd {job}: {printable(shlex.join(masked_command(command)))}", file=sys.stderr, flush=True)
     os.execve(command[0], command, os.environ | environment)
 
 

@@ -20,6 +20,7 @@ from .errors import UsageError
 from .grpo_keys import take_grpo
 from .key_rules import Became, Reading, Rule, environment, is_true, listed, renamed, unused, where_true, within
 from .old_values import change_values, keep_old_habits, take_mixture
+from .shown import printable
 
 
 def translate(job: str, recipe: dict[str, Any], argv: Sequence[str]) -> Reading:
@@ -50,7 +51,7 @@ def show(job: str, rows: Iterable[tuple[str, str]]) -> None:
     for column in ("asked", "today"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(stderr=True, width=None if sys.stderr.isatty() else 240).print(table)
 
 

@@ -10,12 +10,16 @@ import datasets
 import transformers
 from accelerate import PartialState
 
+from .shown import printable
+
 logger = logging.getLogger(__name__)
 
 
 def set_up_logging(args: Any, level: int = logging.INFO) -> None:
     """Messages on stderr, after a line from every process about itself; transformers and datasets by `log_level`."""
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Printable("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     ours = logging.getLogger("trl_opd")
     ours.setLevel(level)
     logger.info(describe_process(args))
@@ -23,6 +27,13 @@ def set_up_logging(args: Any, level: int = logging.INFO) -> None:
         ours.setLevel(max(level, logging.WARNING))
     for library in (transformers, datasets):
         library.utils.logging.set_verbosity(args.get_process_log_level())
+
+
+class Printable(logging.Formatter):
+    """Rows of a dataset and secrets can get into any message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def describe_process(args: Any) -> str:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import trl
-import yaml
 
-from . import old_keys
+from . import old_keys, secrets
+from .blame import OTHERS, blamed
+from .config_checks import check_numbers
 from .configs import DistillationConfig, SFTConfig
 from .errors import UsageError
 from .grpo_keys import GRPO_ONLY
+from .key_rules import Reading
+from .recipe_file import read_recipe
+from .recipe_values import check_kinds
 from .shipped import find_recipe
+
+T = TypeVar("T")
 
 CONFIGS: dict[str, type] = {"sft": SFTConfig, "distill": DistillationConfig}
 
@@ -56,11 +62,14 @@ class _Parser(trl.TrlParser):
         raise UsageError(message)
 
 
+def _classes(job: str) -> tuple[type, ...]:
+    return trl.ScriptArguments, CONFIGS[job], trl.ModelConfig, trl.DatasetMixtureConfig
+
+
 def make_parser(job: str) -> _Parser:
     """The parser of `trl-opd sft` or `trl-opd distill`: TRL's flags and ours, in full (no abbreviations)."""
-    dataclasses = (trl.ScriptArguments, CONFIGS[job], trl.ModelConfig, trl.DatasetMixtureConfig)
     parser = _Parser(
-        dataclasses,
+        _classes(job),
         prog=f"trl-opd {job}",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
@@ -87,8 +96,9 @@ def parse(job: str, argv: Sequence[str]) -> Settings:
     for name, value in reading.environment.items():
         os.environ[name] = value
     old_keys.show(job, reading.rows)
-    # TRL's dataclasses in order, then the namespace that holds our own `--config`
-    script, training, model, mixture, _ = parser.parse_args_into_dataclasses(reading.argv, look_for_args_file=False)
+    made = _or_blame(lambda asked: _make(asked, parser if asked is reading else None), reading)
+    script, training, model, mixture = made
+    check_numbers(model)
     return Settings(job, script, training, model, reading.mixture or mixture, reading.tokenizer, reading.chatml)
 
 
@@ -107,12 +117,15 @@ def _understand(job: str, argv: Sequence[str]) -> tuple[_Parser, old_keys.Readin
     first = _Parser((), add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     recipe_path = first.parse_known_args(argv)[0].config
-    reading = old_keys.translate(job, {} if recipe_path is None else read_recipe(find_recipe(recipe_path)), argv)
+    written = {} if recipe_path is None else read_recipe(find_recipe(recipe_path))
+    secrets.remember([*secrets.found_in_command(argv), *secrets.found_in(written)])
+    reading = _or_blame(lambda asked: old_keys.translate(job, asked.recipe, asked.argv), Reading(job, written, argv))
     recipe = reading.recipe
-    reading.environment |= {name: str(value) for name, value in (recipe.pop("env", None) or {}).items()}
+    reading.environment |= environment_of(recipe_path, recipe.pop("env", None))
     unknown = [key for key in recipe if key not in known]
     if unknown:
         raise UsageError(_unknown([f"{recipe_path}: unknown key `{key}`" for key in unknown], unknown, job, known))
+    check_kinds(str(recipe_path), recipe, _classes(job))
     parser.set_defaults_with_config(**recipe)
     rest = parser.parse_known_args(reading.argv)[1]
     if rest:
@@ -124,29 +137,42 @@ def _understand(job: str, argv: Sequence[str]) -> tuple[_Parser, old_keys.Readin
     return parser, reading
 
 
-def read_recipe(path: str) -> dict[str, Any]:
-    """A YAML file that holds a mapping. Raises `UsageError` naming the file, and the line where it is no YAML."""
+def environment_of(where: str | None, values: Any) -> dict[str, str]:
+    """A recipe's `env`. Raises `UsageError` where it is not names and values."""
+    if values is not None and not (isinstance(values, dict) and all(_is_variable(*pair) for pair in values.items())):
+        example = "`env: {WANDB_PROJECT: distill}`"
+        raise UsageError(f"{where}: `env` must be a mapping of names to values, as in {example}")
+    return {name: str(value) for name, value in (values or {}).items()}
+
+
+def _is_variable(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and name != "" and "=" not in name and not isinstance(value, (dict, list))
+
+
+def _make(reading: Reading, parser: _Parser | None) -> tuple:
+    """TRL's dataclasses in order, from today's keys and flags, by a parser that knows the recipe if there is one; their
+    own checks raise what they like."""
+    if parser is None:
+        parser = make_parser(reading.job)
+        parser.set_defaults_with_config(**reading.recipe)
+    # after the dataclasses comes the namespace that holds our own `--config`
+    return tuple(parser.parse_args_into_dataclasses(reading.argv, look_for_args_file=False)[:4])
+
+
+def _or_blame(work: Callable[[Reading], T], reading: Reading) -> T:
+    """`work(reading)`; an error that names no key is raised with the one without which it does not come."""
+
+    def without(key: str) -> T:
+        other = Reading(reading.job, reading.recipe, reading.argv)
+        other.recipe.pop(key, None)
+        other.typed(key, take=True)
+        return work(other)
+
     try:
-        with open(path, encoding="utf-8") as file:
-            recipe = yaml.load(file, _UniqueKeys)
-    except OSError as error:
-        raise UsageError(f"recipe {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"recipe {path} is not valid YAML: {error}") from error
-    if not isinstance(recipe, dict):
-        raise UsageError(f"recipe {path} holds no `key: value` lines")
-    return recipe
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key `{twice}` appears twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+        return work(reading)
+    except OTHERS as error:
+        asked = {key: reading.get(key) for key in [*reading.recipe, *reading.flags()]}
+        raise blamed(error, asked, without) from error
 
 
 def _unknown(heads: list[str], names: list[str], job: str, known: list[str], prefix: str = "") -> str:

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, SequentialSampler
 
+from ._trl import completions_shown
 from .accuracy import ANSWER, can_verify, is_right
 from .balance import deal, micro_batches, row_lengths
 from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
@@ -30,6 +31,7 @@ from .rollout import (
     rollout_table,
     sampling,
 )
+from .shown import printable
 from .teachers.adapter import AdapterTeacher
 from .teachers.local import LocalTeacher
 from .types import IGNORE_INDEX, FusedOutput, Rollout, TrainedPositions
@@ -269,6 +271,11 @@ class RolloutTrainer(PromptData):
         right = torch.tensor([float(is_right(*pair)) for pair in zip(texts, answers, strict=True)])
         right = self.accelerator.gather_for_metrics(right.to(self.accelerator.device))
         self._sums["eval"].add("accuracy", right.sum(), right.numel())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's, whose table of completions goes to the terminal."""
+        with completions_shown(printable):
+            super().log(logs, start_time)
 
     def _to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         device = self.accelerator.device

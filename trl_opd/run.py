@@ -21,6 +21,7 @@ from accelerate import PartialState
 from . import checkpoints, progress, recipes, resume, run_lock, stops, summary
 from ._trl import is_accelerator_there
 from .benchmark_hook import check_program, run_benchmarks
+from .checks.optimizer import check_optimizer
 from .checks.preflight import (
     CHAT_TEMPLATES,
     ERROR,
@@ -42,7 +43,7 @@ from .new_tokens import CHATML_NAME
 from .process_log import set_up_logging
 from .recipes import Settings
 from .sft_trainer import SFTTrainer
-from .shown import visible
+from .shown import printable
 from .student_setup import inner_tokenizer, is_adapter_folder, open_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -67,20 +68,28 @@ def main(job: str, argv: Sequence[str]) -> int:
         return say_error(job, error, debug)
     try:
         return train(trainer, settings, checkpoint)
-    except RunError as error:
+    except (RunError, DatasetError) as error:  # the latter of a row in a stream
         return say_error(job, error, debug)
 
 
 def say_error(job: str, error: Exception, debug: bool) -> int:
     """Print an error that a user can mend, once and not once a process; returns the exit code."""
     if debug:
-        traceback.print_exc()
-    rank, message = os.environ.get("LOCAL_RANK", "0"), visible(str(error))
+        print(printable(traceback.format_exc()), file=sys.stderr)
+    rank, message = os.environ.get("LOCAL_RANK", "0"), printable(in_our_words(error))
     if rank != "0" and getattr(error, "everywhere", True):
         time.sleep(ECHO_SECONDS)  # the first process mostly says the same, and the launcher then ends this one
     said = f"trl-opd {job}: error: {message}" if rank == "0" else f"trl-opd {job}: error in process {rank}: {message}"
     print(said, file=sys.stderr, flush=True)
     return 2 if isinstance(error, UsageError) else 1
+
+
+def in_our_words(error: Exception) -> str:
+    """An error's text, with what others tell a Python user to pass said as what to set."""
+    return str(error).replace(
+        "Please pass the argument `trust_remote_code=True` to allow custom code to be run.",
+        "Set `trust_remote_code: true` if you have read that code and trust it.",
+    )
 
 
 def without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
@@ -111,6 +120,7 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     if not is_accelerator_there():
         args.dataloader_pin_memory = False
     check_program(args)
+    check_optimizer(args)
     check_model_is_there(model_args, args.trust_remote_code)
     train_rows, eval_rows = load_rows(settings)
     args.model_init_kwargs = {
@@ -186,9 +196,15 @@ def find_tokenizer(settings: Settings, train_rows: Any) -> Any:
     gets ChatML where that has no template, as open-r1 did."""
     args, tokenizer = settings.training, None
     if settings.tokenizer is not None:
-        tokenizer = transformers.AutoProcessor.from_pretrained(
-            settings.tokenizer, trust_remote_code=args.trust_remote_code
-        )
+        try:
+            tokenizer = transformers.AutoProcessor.from_pretrained(
+                settings.tokenizer, trust_remote_code=args.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`tokenizer_name_or_path: {settings.tokenizer}` cannot be loaded: {error} Set it to a folder with a "
+                "tokenizer, or leave it out to take the model's own."
+            ) from error
     if not settings.chatml or args.chat_template is not None or args.chat_template_path is not None:
         return tokenizer
     sample: dict[str, Any] = next(iter(train_rows), {})

@@ -13,7 +13,7 @@ from torch import nn
 
 from .checks.samples import as_terminal, pieces
 from .heads import causal_lm
-from .shown import visible
+from .shown import printable
 
 
 def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None) -> Table:
@@ -22,21 +22,23 @@ def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None
     table = Table(show_header=False, title=f"trl-opd: {type(trainer).__name__}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("model", describe_model(trainer.model))
+
+    def row(name: str, text: str) -> None:
+        table.add_row(name, plain(text))
+
+    row("model", describe_model(trainer.model))
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    table.add_row("precision", f"weights {dtypes(trainer.model)}, {precision or 'no'} autocast")
-    table.add_row(
-        "dropout", f"{trainer.dropout_turned_off} turned off" if trainer.dropout_turned_off else "as the model has it"
-    )
+    row("precision", f"weights {dtypes(trainer.model)}, {precision or 'no'} autocast")
+    row("dropout", f"{trainer.dropout_turned_off} turned off" if trainer.dropout_turned_off else "as the model has it")
     teacher = getattr(trainer, "teacher_model", None)
     if teacher is not None:
         unwrapped = trainer.accelerator.unwrap_model(teacher)
-        table.add_row("teacher", f"{teacher_name or ''} {describe_model(unwrapped)}, {dtypes(unwrapped)}".strip())
-        table.add_row("divergence", f"{divergence_name(args.beta)} at temperature {args.temperature}")
+        row("teacher", f"{teacher_name or ''} {describe_model(unwrapped)}, {dtypes(unwrapped)}".strip())
+        row("divergence", f"{divergence_name(args.beta)} at temperature {args.temperature}")
     for report in trainer.data_reports:
-        table.add_row("data", "\n".join(report.lines()))
-    table.add_row("steps", steps(trainer))
-    table.add_row("output", args.output_dir + (f", resumed from {resumed_from}" if resumed_from else ""))
+        row("data", "\n".join(report.lines()))
+    row("steps", steps(trainer))
+    row("output", args.output_dir + (f", resumed from {resumed_from}" if resumed_from else ""))
     return table
 
 
@@ -84,8 +86,8 @@ def total_steps(trainer: Any) -> int:
 
 
 def plain(text: str) -> Text:
-    """Text that rich prints as it is: no markup, nothing a terminal would act on."""
-    return Text(visible(text))
+    """Text that rich prints as it is: no markup, nothing a terminal would act on, no secrets."""
+    return Text(printable(text))
 
 
 def show(table: Table) -> None:

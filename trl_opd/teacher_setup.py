@@ -200,7 +200,8 @@ def place_anchor(student: Any, trainer: Any) -> LocalTeacher | AdapterTeacher | 
     if isinstance(trainer.model, PeftModel):
         return AdapterTeacher(flat=trainer._flat)
     if isinstance(student, str):
-        base = create_model_from_path(student, **(trainer.args.model_init_kwargs or {}))
+        trust = {"trust_remote_code": trainer.args.trust_remote_code}
+        base = create_model_from_path(student, **trust | (trainer.args.model_init_kwargs or {}))
     else:
         base = copy.deepcopy(trainer.model)
     size = sum(p.numel() * p.element_size() for p in base.parameters()) / 2**30

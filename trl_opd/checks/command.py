@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +49,11 @@ def main(argv: Sequence[str]) -> int:
         trainer, _ = run.build(settings, heed=False)
         findings = look(trainer) if step is None else replay(trainer, step)
     except run.MENDABLE as error:
-        if debug:
-            traceback.print_exc()
-        if isinstance(error, UsageError):
-            print(f"trl-opd check {own.job}: error: {error}", file=sys.stderr)
-            return 2
-        findings = [Finding(ERROR, "start", str(error))]
+        if debug or isinstance(error, UsageError):
+            code = run.say_error(f"check {own.job}", error, debug)
+            if isinstance(error, UsageError):
+                return code
+        findings = [Finding(ERROR, "start", run.in_our_words(error))]
     report(findings, trainer, own)
     return int(any(finding.level == ERROR for finding in findings))
 
@@ -77,7 +74,7 @@ def report(findings: list[Finding], trainer: Any, own: argparse.Namespace) -> No
     styles = {"ok": "green", "warning": "yellow", "error": "bold red"}
     for finding in findings:
         level, name, message = finding.cells()
-        table.add_row(f"[{styles[level]}]{level}[/]", name, summary.plain(message))
+        table.add_row(f"[{styles[level]}]{level}[/]", summary.plain(name), summary.plain(message))
     Console().print(table)
     if trainer is not None and own.batch is None:
         summary.show_samples(trainer, own.show)

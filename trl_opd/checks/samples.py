@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..shown import visible
+from ..shown import printable, visible
 from ..types import IGNORE_INDEX
 
 
@@ -101,7 +101,8 @@ a special token.</p>
 def page(title: str, findings: Sequence[Sequence[str]], rows: Sequence[list[Piece]]) -> str:
     """A self-contained page: findings as rows of cells, then the samples. Loads nothing and runs nothing."""
     cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(visible(cell))}</td>" for cell in finding) + "</tr>" for finding in findings
+        "<tr>" + "".join(f"<td>{html.escape(printable(cell))}</td>" for cell in finding) + "</tr>"
+        for finding in findings
     )
     shown = "\n".join(f"<h3>row {i}</h3>\n{as_html(row)}" for i, row in enumerate(rows))
     return _PAGE.format(title=html.escape(title), findings=cells, rows=shown)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trl_opd import shipped
 from trl_opd.errors import UsageError
+from trl_opd.shown import printable
 
 EPILOG = """examples:
   trl-opd recipes list
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     try:
         print(copy_recipe(args.name, Path(args.dest)))
     except (UsageError, OSError) as error:
-        print(f"trl-opd recipes: error: {error}", file=sys.stderr)
+        print(f"trl-opd recipes: error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

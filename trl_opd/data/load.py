@@ -16,7 +16,9 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
+from datasets.exceptions import DatasetsError
 
+from .json_lines import first_problem
 from .rows import DatasetError
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -47,8 +49,16 @@ def load_splits(name: str, config: str | None = None, *, train_split: str, strea
         return load_dataset(str(path) if path.is_dir() else name, name=config, streaming=streaming)
     except DatasetError:
         raise
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"dataset_name: {name} cannot be read: {str(error).splitlines()[0]}") from error
+    # a script is refused with a RuntimeError, and a file without a byte ends an iteration
+    except (OSError, ValueError, RuntimeError, StopIteration, DatasetsError) as error:
+        problem = first_problem(path) if _BUILDERS.get(path.suffix) == "json" and path.is_file() else None
+        if problem is not None:
+            raise DatasetError(f"dataset_name: {name}, {problem}.") from error
+        said = str(error.__cause__ or error).strip() or type(error).__name__
+        raise DatasetError(
+            f"dataset_name: {name} cannot be read: {said.splitlines()[0]}. Set it to a .jsonl, .csv or .parquet file, "
+            "a folder of them, or a dataset on the Hub."
+        ) from error
 
 
 def pick_split(splits: Any, split: str, *, flag: str, name: str) -> Any:

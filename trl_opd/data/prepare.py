@@ -103,7 +103,7 @@ class _SFTStep:
 
     def _tokenize(self, row: dict[str, Any]) -> TokenizedRow:
         if self.kind == "tokenized":
-            return _pre_tokenized(row, self.tokenization.train_on)
+            return _pre_tokenized(row, self.tokenization.train_on, len(self.tokenization.tokenizer))
         return self.tokenization.row(read_row(row, self.kind, self.policy.format))
 
     def _fit(self, row: TokenizedRow) -> dict[str, Any]:
@@ -123,23 +123,34 @@ class _SFTStep:
         return _marked(replace(row, input_ids=row.input_ids[kept], labels=labels, stopped=stopped), cut=True)
 
 
-def _pre_tokenized(row: dict[str, Any], train_on: str) -> TokenizedRow:
+def _pre_tokenized(row: dict[str, Any], train_on: str, vocabulary: int) -> TokenizedRow:
     """Rows that bring `input_ids`, with `labels` or the masks of older TRL versions, or all tokens trained. As in TRL,
     `train_on: all` (`completion_only_loss: false`) is about the completion's mask alone."""
-    ids = row["input_ids"]
-    if row.get("labels") is not None:
-        labels = list(row["labels"])
-    else:
-        columns = ("completion_mask", "assistant_masks")[train_on == "all" :]
-        masks = [row[column] for column in columns if row.get(column) is not None]
-        labels = [i if all(bits) else IGNORE_INDEX for i, *bits in zip(ids, *masks, strict=True)]
-    if len(labels) != len(ids):
-        raise BadRow("not as long as `input_ids`", "labels", len(labels), f"{len(ids)} labels")
+    ids = _whole_numbers(row, "input_ids")
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        known = f"0 to {vocabulary - 1}"
+        raise BadRow("ids that the tokenizer does not have", "input_ids", [min(ids), max(ids)], known)
+    columns = ("completion_mask", "assistant_masks")[train_on == "all" :]
+    columns = ("labels",) if row.get("labels") is not None else columns
+    given = {column: _whole_numbers(row, column) for column in columns if row.get(column) is not None}
+    for column, values in given.items():
+        if len(values) != len(ids):
+            raise BadRow("not as long as `input_ids`", column, len(values), f"{len(ids)} of them")
+    labels = given.get("labels") or [
+        i if all(bits) else IGNORE_INDEX for i, *bits in zip(ids, *given.values(), strict=True)
+    ]
     return TokenizedRow(ids, _without_first(labels))
 
 
 def _without_first(labels: list[int]) -> list[int]:
     return [IGNORE_INDEX, *labels[1:]] if labels else labels  # nothing predicts it
+
+
+def _whole_numbers(row: dict[str, Any], column: str) -> list[int]:
+    values = row[column]
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, int) for value in values):
+        raise BadRow("not a list of whole numbers", column, values, "token ids, or a mask of 0 and 1")
+    return [int(value) for value in values]
 
 
 def _marked(row: TokenizedRow, problem: str = "", reason: str = "", cut: bool = False) -> dict[str, Any]:

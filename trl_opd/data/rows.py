@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..shown import visible
 from ..types import Example, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,12 +21,15 @@ class BadRow(ValueError):
     def __init__(self, reason: str, column: str, found: Any, expected: str):
         shown = repr(found)
         shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"column `{column}`: {reason}; found {shown}, expected {expected}")
-        self.reason = f"{reason} (column `{column}`)"
+        super().__init__(visible(f"column `{column}`: {reason}; found {shown}, expected {expected}"))
+        self.reason = visible(f"{reason} (column `{column}`)")
 
 
 class DatasetError(ValueError):
     """What is wrong with a dataset as a whole."""
+
+    def __init__(self, message: str):
+        super().__init__(visible(message))
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,7 @@ def dataset_kind(
 def read_row(row: Mapping[str, Any], kind: str, row_format: RowFormat | None = None) -> Example:
     """Check one row of a given kind. Raises `BadRow` naming the column, what was found and what is expected."""
     fmt = row_format or RowFormat()
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        import json
-
-        tools = json.loads(tools)
-    extra: dict[str, Any] = {"tools": tools, "template_kwargs": dict(row.get("chat_template_kwargs") or {})}
+    extra: dict[str, Any] = {"tools": _tools(row), "template_kwargs": _template_kwargs(row)}
     if kind == "text":
         return Example(kind, completion=_text(row, fmt.text_field))
     if kind == "prompt":
@@ -117,7 +117,27 @@ def read_prompt(row: Mapping[str, Any], kind: str, row_format: RowFormat | None 
         messages = messages[:-1]
     if not messages:
         raise BadRow("nothing comes before the assistant turn", column, row.get(column), "a user turn")
-    return Example("prompt_messages", prompt=messages, tools=row.get("tools") or None)
+    return Example("prompt_messages", prompt=messages, tools=_tools(row))
+
+
+def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+    """The row's tools, as a list or as the JSON of one."""
+    tools = row.get("tools") or None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise BadRow("no JSON", "tools", tools, "a list of tools, or its JSON") from None
+    if tools is not None and not (isinstance(tools, (list, tuple)) and all(isinstance(t, Mapping) for t in tools)):
+        raise BadRow("not a list of tools", "tools", tools, "a list of mappings, or its JSON")
+    return None if tools is None else list(tools)
+
+
+def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise BadRow("not a mapping", "chat_template_kwargs", kwargs, "names and values for the chat template")
+    return {str(name): value for name, value in kwargs.items() if value is not None}
 
 
 def _conversation_column(row: Mapping[str, Any]) -> str:
@@ -160,17 +180,22 @@ def _message(message: Any, column: str) -> Message:
     if "from" in clean and "role" not in clean:
         clean["role"] = clean.pop("from")
         clean["content"] = clean.pop("value", None)
-    role = _SHAREGPT_ROLES.get(clean.get("role", ""), clean.get("role"))
-    if role not in ROLES:
+    role = clean.get("role")
+    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRow("unexpected role", column, message.get("role", message.get("from")), f"one of {', '.join(ROLES)}")
     clean["role"] = role
     content = clean.get("content")
     if isinstance(content, (list, tuple)):
         kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-        if any(kind != "text" for kind in kinds):
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        if any(kind != "text" for kind in kinds) or len(texts) < len(kinds):
             raise BadRow("content that is not text, for a text model", column, kinds, "text parts only")
-        content = clean["content"] = "".join(part["text"] for part in content)
-    if content is None and not clean.get("tool_calls"):
+        content = clean["content"] = "".join(texts)
+    calls = clean.get("tool_calls")
+    if calls is not None and not (isinstance(calls, (list, tuple)) and all(isinstance(c, Mapping) for c in calls)):
+        raise BadRow("not a list of calls", column, calls, 'a list of {"function": {"name": ..., "arguments": ...}}')
+    if content is None and not calls:
         raise BadRow("a message has no content", column, dict(message), "a text")
     if content is not None and not isinstance(content, str):
         raise BadRow("content is not a text", column, content, "a text")

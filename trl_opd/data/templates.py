@@ -61,6 +61,9 @@ def render(
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise BadRow(f"the chat template refuses it: {error}", "messages", roles, "turns it accepts") from error
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # what its expressions stumble on
+        said = f"the chat template fails on it: {type(error).__name__}: {error}"
+        raise BadRow(said, "messages", messages, "what its template was written for") from error
 
 
 def assistant_spans(
