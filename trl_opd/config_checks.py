@@ -23,7 +23,7 @@ def check_weights(args: Any) -> None:
         raise ValueError(f"lmbda is {args.lmbda}; it must be in [0, 1]: the share of rows that the student writes.")
     for name in ("sft_weight", "anchor_weight"):
         if (getattr(args, name) or 0.0) < 0:
-            raise ValueError(f"{name} is {getattr(args, name)}; a weight cannot be negative.")
+            raise ValueError(f"{name} is {getattr(args, name)}; a weight must be 0 or more.")
     if args.objective == "policy_gradient" and args.lmbda < 1.0:
         raise ValueError(
             f"The objective policy_gradient averages over what the student writes, and with `lmbda: {args.lmbda}` some "
@@ -158,11 +158,16 @@ _RANGES: list[tuple[tuple[str, ...], float, float | None, bool]] = [
 ]
 
 
+_LARGEST = 2**63 - 1
+
+
 def check_numbers(args: Any) -> None:
     """Raise `ValueError` for a number that is none (NaN), has no end, or cannot be meant."""
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value) and not (name == "max_grad_norm" and value > 0):
             raise ValueError(f"{name} is {value}; it must be a finite number.")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"{name} is {_short(value)}; it must be at most {_LARGEST:,}.")
     for names, least, most, inclusive in _RANGES:
         for name in names:
             value = getattr(args, name, None)

@@ -67,7 +67,7 @@ def _warmup_ratio(reading: Reading, key: str, value: Any) -> Became:
     except (TypeError, ValueError):
         ratio = -1.0
     if not 0 <= ratio <= 1:
-        raise UsageError(f"warmup_ratio is {value!r}; it is a share of the steps, from 0 to 1.")
+        raise UsageError(f"warmup_ratio is {value!r}; it must be a share of the steps, from 0 to 1.")
     if ratio == 1:
         return Became({"warmup_steps": ALL_STEPS}, "all steps (1 would be one step)")
     return Became({"warmup_steps": ratio}, "below 1 it is a share of the steps")
@@ -125,6 +125,8 @@ def _template_file(reading: Reading, key: str, value: Any) -> Became:
 
 def _dataset_splits(reading: Reading, key: str, value: Any) -> Became:
     splits = listed(value)
+    if not all(isinstance(split, str) for split in splits):
+        raise UsageError(f"dataset_splits is {value!r}; it must be a list of names.")
     named = {
         f"dataset_{kind}_split": next((split for split in splits if kind in split), None) for kind in ("train", "test")
     }

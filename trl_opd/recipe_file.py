@@ -23,7 +23,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"recipe {path}: {error.strerror}") from error
     if len(raw) > MAX_BYTES:
-        raise UsageError(f"recipe {path} is longer than {MAX_BYTES:,} bytes: is it one? `--config` takes a YAML file")
+        raise UsageError(f"recipe {path} is longer than {MAX_BYTES:,} bytes. Set `--config` to a YAML file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -84,12 +84,23 @@ def say_error(job: str, error: Exception, debug: bool) -> int:
     return 2 if isinstance(error, UsageError) else 1
 
 
+# what others tell a Python user to do, and what to set here
+_WORDS = {
+    "Please pass the argument `trust_remote_code=True` to allow custom code to be run.": (
+        "Set `trust_remote_code: true` if you have read that code and trust it."
+    ),
+    "Please check the target modules and try again.": (
+        "Set `lora_target_modules` to names of its linear layers, or to `all-linear`."
+    ),
+}
+
+
 def in_our_words(error: Exception) -> str:
-    """An error's text, with what others tell a Python user to pass said as what to set."""
-    return str(error).replace(
-        "Please pass the argument `trust_remote_code=True` to allow custom code to be run.",
-        "Set `trust_remote_code: true` if you have read that code and trust it.",
-    )
+    """An error's text, with what to set in the place of what to pass."""
+    text = str(error)
+    for theirs, ours in _WORDS.items():
+        text = text.replace(theirs, ours)
+    return text
 
 
 def without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
@@ -184,10 +195,12 @@ def check_model_is_there(model_args: Any, trust_remote_code: bool) -> None:
         transformers.AutoConfig.from_pretrained(
             name, revision=model_args.model_revision, trust_remote_code=trust_remote_code
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise
         raise ValueError(
             f"`model_name_or_path: {name}` is neither a folder with a model nor a model on the Hub that can be "
-            f"reached: {str(error).splitlines()[0]}"
+            f"reached: {str(error).splitlines()[0]} Set it to one of them."
         ) from error
 
 

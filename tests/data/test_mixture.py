@@ -77,7 +77,7 @@ def test_columns_and_a_test_split(folder):
 @pytest.mark.parametrize(
     "value, message",
     [
-        ({"datasets": []}, "it holds no list `datasets`"),
+        ({"datasets": []}, "it must hold a list `datasets`"),
         ({"datasets": [{"config": "x"}]}, "dataset 0 has no `id`"),
         ({"datasets": [{"id": "a.jsonl", "wieght": 1}]}, "dataset 0: unknown key `wieght`; it takes columns, config"),
         ({"datasets": [{"id": "a.jsonl", "weight": 2}]}, "its weight is 2; it must be a share"),

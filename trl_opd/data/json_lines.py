@@ -9,6 +9,12 @@ from typing import Any
 ROW = 'One row a line, as in {"prompt": "2 + 2 =", "completion": "4"}'
 
 
+def begins_with_a_row(path: Path) -> bool:
+    """Whether the first thing in a file is a mapping or a list."""
+    with open(path, "rb") as file:
+        return next((line.lstrip()[:1] in (b"{", b"[") for line in file if line.strip()), False)
+
+
 def first_problem(path: Path) -> str | None:
     """The first line that is no row, why, and what one looks like; `None` where every line is one."""
     try:

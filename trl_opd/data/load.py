@@ -18,7 +18,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetsError
 
-from .json_lines import first_problem
+from .json_lines import begins_with_a_row, first_problem
 from .rows import DatasetError
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -39,7 +39,12 @@ def load_splits(name: str, config: str | None = None, *, train_split: str, strea
         if path.suffix in _BUILDERS:
             if not path.is_file():
                 raise DatasetError(f"dataset_name: there is no file {name}")
-            return load_dataset(_BUILDERS[path.suffix], data_files={train_split: str(path)}, streaming=streaming)
+            if _BUILDERS[path.suffix] == "json" and not begins_with_a_row(path) and (problem := first_problem(path)):
+                raise DatasetError(f"dataset_name: {name}, {problem}.")  # a first line of `null` crashes pyarrow
+            splits = load_dataset(_BUILDERS[path.suffix], data_files={train_split: str(path)}, streaming=streaming)
+            if not streaming:
+                next(iter(splits[train_split]), None)  # bytes that are no text are noticed when read
+            return splits
         if saved_folder:
             saved = load_from_disk(str(path))
             saved = saved if isinstance(saved, DatasetDict) else DatasetDict({train_split: saved})

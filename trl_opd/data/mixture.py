@@ -50,13 +50,13 @@ def read_mixture(value: Any) -> Mixture:
     """open-r1's mapping: `datasets`, a list of `id`, `config`, `split`, `columns` and `weight`; `seed`;
     `test_split_size`. Raises `DatasetError` naming what is wrong with it."""
     if not isinstance(value, Mapping) or not isinstance(value.get("datasets"), Sequence) or not value["datasets"]:
-        raise DatasetError(f"{MIXTURE}: it holds no list `datasets`, each with an `id`")
+        raise DatasetError(f"{MIXTURE}: it must hold a list `datasets`, each with an `id`")
     _check_keys(value, {"datasets", "seed", "test_split_size"}, MIXTURE)
     parts = []
     for i, part in enumerate(value["datasets"]):
         where = f"{MIXTURE}: dataset {i}"
         if not isinstance(part, Mapping) or not part.get("id"):
-            raise DatasetError(f"{where} has no `id`: a file, a folder or a dataset on the Hub")
+            raise DatasetError(f"{where} has no `id`. Set it to a file, a folder or a dataset on the Hub")
         _check_keys(part, _PART_KEYS, where)
         columns = part.get("columns")
         parts.append(
@@ -82,9 +82,11 @@ def read_mixer(mixer: Any, splits: Sequence[str] | None, configs: Sequence[str |
     """alignment-handbook's mapping of dataset to share. A split with "test" in its name is for evaluation, and whole.
     Raises `DatasetError` naming what is wrong with it."""
     if not isinstance(mixer, Mapping) or not mixer:
-        raise DatasetError(f"{MIXER}: it is no mapping of datasets to the share that is taken of each")
+        raise DatasetError(f"{MIXER}: it must be a mapping of datasets to the share that is taken of each")
     if configs and len(configs) != len(mixer):
-        raise DatasetError(f"dataset_configs: {len(configs)} configs for the {len(mixer)} datasets of `{MIXER}`")
+        raise DatasetError(
+            f"dataset_configs: {len(configs)} configs for the {len(mixer)} datasets of `{MIXER}`. Set one for each"
+        )
     splits = ["train", "test"] if splits is None else splits
     train, tests = [], []
     for (name, share), config in zip(mixer.items(), configs or [None] * len(mixer), strict=True):

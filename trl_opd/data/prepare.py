@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,9 +68,7 @@ def prepare_sft(
     )
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed, remove_columns=columns).filter(is_kept).remove_columns(_MARKS), report
-    mapped = dataset.map(
-        step, with_indices=True, remove_columns=columns, num_proc=num_proc, desc=f"Tokenizing {name} dataset"
-    )
+    mapped = map_rows(dataset, step, name, remove_columns=columns, num_proc=num_proc, desc=f"Tokenizing {name} dataset")
     good = settle(mapped, policy, report)
     _count(mapped, good, report)
     if not good:
@@ -227,7 +225,29 @@ def settle(mapped: Dataset, policy: RowPolicy, report: MaskReport) -> Sequence[i
 
 
 def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
-    sample = next(iter(dataset), None)
+    try:
+        sample = next(iter(dataset), None)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(dataset, name, error) from error
     if sample is None:
-        raise DatasetError(f"The {name} dataset has no rows.")
+        raise DatasetError(f"The {name} dataset has no rows. Set another file, folder or split.")
     return sample
+
+
+def map_rows(dataset: Dataset, step: Callable[..., dict[str, Any]], name: str, **kwargs: Any) -> Dataset:
+    """`dataset.map(step, with_indices=True)`. Raises `DatasetError` for text that arrow took in and Python cannot."""
+    try:
+        return dataset.map(step, with_indices=True, **kwargs)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(dataset, name, error) from error
+
+
+def _not_utf8(dataset: Dataset | IterableDataset, name: str, error: UnicodeDecodeError) -> DatasetError:
+    where = ""
+    for i in range(len(dataset) if isinstance(dataset, Dataset) else 0):
+        try:
+            dataset[i]
+        except UnicodeDecodeError:
+            where = f", row {i}"
+            break
+    return DatasetError(f"The {name} dataset{where}: a text is not UTF-8 ({error.reason}). Save its file as UTF-8.")

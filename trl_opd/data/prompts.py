@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from ..types import IGNORE_INDEX
-from .prepare import RowPolicy, column_of, first_row, is_kept, settle
+from .prepare import RowPolicy, column_of, first_row, is_kept, map_rows, settle
 from .report import MaskReport, quantiles
 from .rows import BadRow, DatasetError, dataset_kind, read_prompt, read_row
 from .tokenize import Tokenization
@@ -55,7 +55,7 @@ def prepare_prompts(
     report = MaskReport(name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
         return dataset.map(step.streamed).filter(is_kept).remove_columns(_MARKS), report
-    mapped = dataset.map(step, with_indices=True, num_proc=num_proc, desc=f"Tokenizing {name} prompts")
+    mapped = map_rows(dataset, step, name, num_proc=num_proc, desc=f"Tokenizing {name} prompts")
     good = settle(mapped, policy, report)
     report.kept, report.lengths = len(good), quantiles(column_of(mapped, "length", good))
     report.cut_prompts = sum(column_of(mapped, "cut", good))
