@@ -43,6 +43,7 @@ LAYERS = {
     "recipe_values": 3,
     "shipped": 3,
     "launch": 3,
+    "layouts": 3,
     "checkpoints": 3,
     "fingerprint": 3,
     "resume": 3,

@@ -1,11 +1,15 @@
 """What we rely on in TRL and transformers beyond their public API. A failure here says what a release changed."""
 
+import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 import trl
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from tiny import qwen3
 
 from trl_opd import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer, _trl
@@ -79,6 +83,17 @@ def test_attributes_that_trl_sets_and_we_read():
         assert f"self.{name} =" in source, name
 
 
+def test_how_a_model_is_saved():
+    for name in ("save_model", "_save"):
+        mine, upstream = (
+            list(inspect.signature(getattr(c, name)).parameters) for c in (SFTTrainer, transformers.Trainer)
+        )
+        assert mine == upstream, name
+    source = inspect.getsource(transformers.Trainer.save_model)
+    assert 'if "FULL_STATE_DICT" in str(' in source and "self._save(output_dir, state_dict=state_dict)" in source
+    assert qwen3().all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
 def test_private_names_are_there():
     assert all(hasattr(_trl, name) for name in _trl.__all__)
 
@@ -108,9 +123,19 @@ def test_flash_attention_is_told_where_rows_end_by_these_names():
     assert _trl.attention_of(qwen3()) == "sdpa"
 
 
-def test_a_trl_that_is_too_old_is_refused(monkeypatch):
-    import importlib
+def test_what_we_set_on_a_deepspeed_engine_is_what_it_reads():
+    found = importlib.util.find_spec("deepspeed")
+    if found is None:
+        pytest.skip("deepspeed is not installed: pip install trl-opd[deepspeed]")
+    source = (Path(found.origin).parent / "runtime" / "engine.py").read_text()  # read: importing it takes seconds
+    assert "return self._config.zero_config.gather_16bit_weights_on_model_save" in source
+    assert "return self._global_grad_norm" in source
+    step = inspect.getsource(DeepSpeedEngineWrapper.backward)
+    assert "if sync_gradients:" in step and "self.engine.step()" in step
+    assert "sync_gradients=self.sync_gradients" in inspect.getsource(Accelerator.backward)
 
+
+def test_a_trl_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(trl, "__version__", "1.15.0")
     with pytest.raises(ImportError, match=r"needs trl>=1.16.0; trl 1.15.0 is installed"):
         importlib.reload(_trl)

@@ -33,10 +33,12 @@ __all__ = [
     "attention_of",
     "completions_shown",
     "create_model_from_path",
+    "gather_on_save",
     "get_config_model_id",
     "global_then_local_main_first",
     "identity",
     "keep_4bit_gradients_right",
+    "leave_step_out",
     "load_weights",
     "maybe_gather_lm_head_ctx",
     "prepare_deepspeed",
@@ -148,6 +150,24 @@ def completions_shown(show: Callable[[str], str]) -> Iterator[None]:
 def load_weights(trainer: Any, checkpoint: str) -> None:
     """Put a checkpoint's weights (its adapter, where there is one) into a trainer's model."""
     trainer._load_from_checkpoint(checkpoint)
+
+
+def leave_step_out(accelerator: Any, engine: Any) -> None:
+    """Let DeepSpeed take no optimizer step after this micro-batch, the last of its step. It steps within
+    `accelerator.backward`, where nothing that `Trainer` calls later can hold it back."""
+    accelerator.sync_gradients = False  # `Trainer` sets it back before it looks
+    engine._global_grad_norm = 0.0  # what is logged; it would still be the last step's
+
+
+@contextmanager
+def gather_on_save(engine: Any) -> Iterator[None]:
+    """Let a ZeRO-3 engine give its weights whole (`zero3_save_16bit_model`), whatever its config says."""
+    config = engine._config.zero_config
+    asked, config.gather_16bit_weights_on_model_save = config.gather_16bit_weights_on_model_save, True
+    try:
+        yield
+    finally:
+        config.gather_16bit_weights_on_model_save = asked
 
 
 def is_accelerator_there() -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from . import checkpoints, resume, run_lock
 from .errors import RunError
 from .fingerprint import fingerprint, versions
+from .layouts import whole_weights, without_tied_copies
 from .types import RowSizes, TrainedPositions
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,14 @@ class CheckpointedTrainer:
         return folder / f"trl_opd_state_{self.accelerator.process_index}.pt"
 
     # --- saving ----------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer`'s, as a folder that `from_pretrained` reads, whatever the layout keeps its checkpoints as."""
+        with nullcontext() if self._is_staging else whole_weights(self):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, without_tied_copies(self.accelerator.unwrap_model(self.model), state_dict))  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
         place = super()._get_output_dir(trial)  # type: ignore[misc]

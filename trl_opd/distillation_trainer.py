@@ -11,7 +11,13 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainingArguments
 
 from . import heads
-from ._trl import adapters_on_the_head, get_config_model_id, keep_4bit_gradients_right, upgrade_config
+from ._trl import (
+    adapters_on_the_head,
+    get_config_model_id,
+    keep_4bit_gradients_right,
+    leave_step_out,
+    upgrade_config,
+)
 from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
 from .config_checks import check_pieces
@@ -19,6 +25,7 @@ from .configs import DistillationConfig
 from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER, from_trl
 from .data.report import MaskReport
 from .errors import RunError
+from .layouts import check_layout, check_student
 from .losses.objectives import Settings as LossSettings
 from .losses.reduce import global_mean
 from .new_tokens import add_tokens
@@ -34,7 +41,6 @@ from .teacher_setup import (
     restrict_sampling,
     whether_rows_leave,
 )
-from .token_trainer import gather_heads
 from .types import FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
@@ -81,6 +87,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 "Context and sequence parallelism (`parallelism_config`) are not supported for distillation, which "
                 "counts whole rows. Use DDP, FSDP or DeepSpeed ZeRO."
             )
+        check_layout(args, model, peft_config, quantization_config)
         model, processing_class = open_adapter(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
         )
@@ -105,6 +112,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
             )
+        check_student(self)
         if self._is_vlm:
             raise ValueError("Models that take images are not supported for distillation. Use a text model.")
         tokens = TeacherTokens()
@@ -174,6 +182,8 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
             return global_mean(out.loss_sum, tokens)
         sums.add("distill/num_tokens_per_step", num_items, 1)
+        if not self._step_tokens and self.is_deepspeed_enabled:
+            leave_step_out(self.accelerator, model)
         return global_mean(out.loss_sum, num_items, self.accelerator.num_processes)
 
     def _score(self, unwrapped: Any, batch: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
@@ -192,17 +202,22 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             teacher_head=teacher_head,
             sampled_log_probs=sampled,
             shared_ids=self._shared_ids_on(hidden.device),
-            gather=gather_heads,
+            ranks=self._ranks,
         )
         total, metrics = out.loss_sum, dict(out.metrics)
         if self.args.sft_weight and off_policy is not None:
             targets = positions.targets[off_policy]
-            sft = heads.token_loss(CROSS_ENTROPY, hidden[off_policy], head, targets=targets, gather=gather_heads)
+            sft = heads.token_loss(CROSS_ENTROPY, hidden[off_policy], head, targets=targets, ranks=self._ranks)
             total, metrics["sft_loss"] = total + self.args.sft_weight * sft.loss_sum, sft.per_token
         if self.anchor is not None and self.args.anchor_weight:
             base_hidden, base_head = self.anchor.states(unwrapped, batch, positions)
             anchor = heads.token_loss(
-                ANCHOR, hidden, head, teacher_hidden=base_hidden, teacher_head=base_head, gather=gather_heads
+                ANCHOR,
+                hidden,
+                head,
+                teacher_hidden=base_hidden,
+                teacher_head=base_head,
+                ranks=self._ranks,
             )
             total, metrics["anchor_kl"] = total + self.args.anchor_weight * anchor.loss_sum, anchor.per_token
         return FusedOutput(total, out.per_token, metrics)
@@ -218,7 +233,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             heads.head_of(unwrapped),
             targets=positions.targets,
             shared_ids=self._shared_ids_on(hidden.device),
-            gather=gather_heads,
+            ranks=self._ranks,
         )
 
     def _shared_ids_on(self, device: torch.device) -> Any:

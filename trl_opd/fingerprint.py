@@ -16,6 +16,8 @@ import transformers
 import trl
 from datasets import Dataset
 
+from .layouts import layout_name
+
 # fields that decide where things go, how fast, and what is logged, saved or evaluated, but not what is trained
 FREE = {
     "output_dir", "overwrite_output_dir", "do_train", "do_eval", "do_predict", "run_name", "project", "report_to",
@@ -38,6 +40,7 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
     values = {field.name: getattr(trainer.args, field.name, None) for field in dataclasses.fields(trainer.args)}
     recipe = {name: _plain(value) for name, value in values.items() if _decides(name)}
     recipe["num_processes"] = trainer.accelerator.num_processes
+    recipe["layout"] = layout_name(trainer.accelerator.state)  # each has checkpoint files of its own
     inner = trainer.accelerator.unwrap_model(trainer.model)
     adapters = getattr(inner, "peft_config", {})
     return {

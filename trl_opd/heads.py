@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 
 from .flat import flattened
 from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
@@ -17,6 +19,15 @@ from .masking import select_predicting
 from .types import FusedOutput, TrainedPositions
 
 _NOT_FOR_THE_BACKBONE = ("labels", "trained_positions", "num_items_in_batch", "row_sizes")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What scoring asks of all ranks where weights are sharded: `gather(*parameters)` makes them whole, and
+    `longest(positions)` gives the most positions of any rank, 0 where each may call a head as often as it likes."""
+
+    gather: Gather
+    longest: Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -39,14 +50,32 @@ class Head:
         )
 
     def parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight (V, H) and bias (V,), whole: a weight sharded as a DTensor is gathered once, here."""
+        """Weight (V, H) and bias (V,), whole: one that FSDP2 has sharded is gathered once, here."""
         assert isinstance(self.module, nn.Linear), "only a plain head is read by its weights"
         module: Any = self.module
         weight, bias = module.weight, module.bias
-        if isinstance(weight, torch.distributed.tensor.DTensor):
-            weight = weight.full_tensor().to(dtype)
-            bias = None if bias is None else bias.full_tensor()
+        if isinstance(weight, DTensor):
+            weight = _Whole.apply(weight).to(dtype)
+            bias = None if bias is None else _Whole.apply(bias)
         return weight, bias
+
+
+class _Whole(torch.autograd.Function):
+    """A sharded parameter made whole; its gradient is the mean over all ranks, as FSDP's own, and sharded again.
+
+    `full_tensor()` alone would keep each rank's own gradient, unreduced: FSDP reduces what its modules' forward used,
+    and a head that is a shard of its own is never called.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter):  # type: ignore[override]
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        return parameter.full_tensor()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        parts = DTensor.from_local(gradient / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim, run_check=False)
+        return parts.redistribute(placements=ctx.placements)
 
 
 def causal_lm(model: Any) -> Any:
@@ -110,7 +139,7 @@ def token_loss(
     hidden: torch.Tensor,
     head: Head,
     *,
-    gather: Gather,
+    ranks: Ranks,
     targets: torch.Tensor | None = None,
     teacher_hidden: torch.Tensor | None = None,
     teacher_head: Head | None = None,
@@ -138,7 +167,7 @@ def token_loss(
             shared_ids=shared_ids,
             student_transform=head.transform,
             teacher_transform=None if teacher_head is None else teacher_head.transform,
-            gather=gather,
+            gather=ranks.gather,
         )
 
     def teacher_logits(chunk: slice) -> torch.Tensor:
@@ -156,4 +185,5 @@ def token_loss(
         sampled_log_probs=sampled_log_probs,
         shared_ids=shared_ids,
         student_transform=head.transform,
+        longest=ranks.longest(hidden.size(0)),
     )

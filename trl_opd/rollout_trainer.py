@@ -72,6 +72,10 @@ class RolloutTrainer(PromptData):
         """Micro-batches that one rollout is cut into, on each rank."""
         return self.args.steps_per_generation or self.args.gradient_accumulation_steps
 
+    @property
+    def _steps_a_window(self) -> int:
+        return max(self._parts // self.args.gradient_accumulation_steps, 1)
+
     def get_train_dataloader(self) -> DataLoader:
         """One window of prompts a rollout, `steps_per_generation` times as many batches as `Trainer` counts on."""
         parts, per_rank = self._parts, self._train_batch_size
@@ -82,6 +86,8 @@ class RolloutTrainer(PromptData):
             "repeats": parts,
             "seed": self.args.seed,
             "copies": self.args.num_generations,
+            "ranks": self.accelerator.num_processes,
+            "steps": self._steps_a_window,
         }
         if isinstance(self.train_dataset, IterableDataset):
             stream = self.train_dataset.shuffle(seed=self.args.seed) if self.shuffle_dataset else self.train_dataset

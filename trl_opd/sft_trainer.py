@@ -30,6 +30,7 @@ from .data.report import MaskReport
 from .data.rows import RowFormat
 from .data.sampler import LabelledRows, WindowSampler
 from .data.tokenize import Tokenization
+from .layouts import check_layout, check_student
 from .losses.objectives import Settings
 from .losses.reduce import global_mean
 from .masking import trained_positions
@@ -37,7 +38,7 @@ from .metrics import on_device
 from .new_tokens import add_tokens
 from .sft_setup import train_on, why_as_drawn, why_trl
 from .student_setup import open_adapter, set_up_tokenizer
-from .token_trainer import TokenLevelTrainer, gather_heads
+from .token_trainer import TokenLevelTrainer
 from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
@@ -73,6 +74,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         # TRL cuts what is too long without a word: a config of its own means that, and we count it
         args = upgrade_config(args, SFTConfig, f"{name.split('/')[-1]}-SFT", overflow="cut")
+        check_layout(args, model, peft_config, quantization_config)
         model, processing_class = open_adapter(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
         )
@@ -104,6 +106,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
                 formatting_func=formatting_func,
             )
         args.assistant_only_loss = assistant_only
+        check_student(self)
         self._start_accounting()
         dft = args.loss_type == "dft"  # which takes no label smoothing, as in TRL
         self._settings = Settings(
@@ -247,7 +250,11 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     def _score(self, unwrapped: PreTrainedModel, inputs: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
         hidden = heads.predicting_states(unwrapped, inputs, positions, self._flat)
         return heads.token_loss(
-            self._settings, hidden, heads.head_of(unwrapped), targets=positions.targets, gather=gather_heads
+            self._settings,
+            hidden,
+            heads.head_of(unwrapped),
+            targets=positions.targets,
+            ranks=self._ranks,
         )
 
     def _own_state(self) -> dict[str, Any]:

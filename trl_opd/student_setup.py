@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoProcessor, AutoTokenizer
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 logger = get_logger(__name__)
 
@@ -41,12 +42,29 @@ def open_adapter(
         kwargs["dtype"] = "auto"
     if quantization_config is not None:
         kwargs["quantization_config"] = quantization_config
-    opened = AutoPeftModelForCausalLM.from_pretrained(model, is_trainable=True, **kwargs)
+    opened = open_on_base(model, is_trainable=True, **kwargs)
     base = opened.peft_config["default"].base_model_name_or_path
     logger.info(f"{model} is an adapter: it is trained further on its base {base}")
     if processing_class is None:
         processing_class = AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
     return opened, processing_class
+
+
+def open_on_base(folder: str, *, is_trainable: bool = False, **kwargs: Any) -> PeftModel:
+    """A folder's adapter on its base, which grows where the folder's tokenizer has more tokens than it has rows.
+
+    As `AutoPeftModelForCausalLM` does it, which would take a base that ZeRO-3 has sharded for one without rows, and cut
+    it to the tokenizer's size.
+    """
+    config = PeftConfig.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **kwargs)
+    if os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code", False))
+        if len(tokenizer) > base.config.get_text_config().vocab_size:
+            base.resize_token_embeddings(len(tokenizer))
+    # DeepSpeed gathers adapter and base in one dtype (see TRL's constructors)
+    kwargs["autocast_adapter_dtype"] = "quantization_config" in kwargs or not is_deepspeed_zero3_enabled()
+    return PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
 
 
 def open_tokenizer(model: Any, processing_class: Any, args: Any) -> Any:

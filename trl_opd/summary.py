@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,7 @@ from torch import nn
 
 from .checks.samples import as_terminal, pieces
 from .heads import causal_lm
+from .layouts import layout_name
 from .shown import printable
 
 
@@ -37,6 +39,9 @@ def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None
         row("divergence", f"{divergence_name(args.beta)} at temperature {args.temperature}")
     for report in trainer.data_reports:
         row("data", "\n".join(report.lines()))
+    layout = layout_name(trainer.accelerator.state)
+    if layout != "one process":
+        row("layout", layout)
     row("steps", steps(trainer))
     row("output", args.output_dir + (f", resumed from {resumed_from}" if resumed_from else ""))
     return table
@@ -44,10 +49,15 @@ def start_table(trainer: Any, teacher_name: str | None, resumed_from: str | None
 
 def describe_model(model: nn.Module) -> str:
     """Class and parameters, trainable of all."""
-    total = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(numel(p) for p in model.parameters())
+    trainable = sum(numel(p) for p in model.parameters() if p.requires_grad)
     share = f", {trainable:,} trained ({trainable / total:.2%})" if trainable else ", frozen"
     return f"{type(causal_lm(model)).__name__}, {total:,} parameters{share}"
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """How many numbers a parameter has; ZeRO-3 leaves an empty tensor in place of what it has sharded."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def dtypes(model: nn.Module) -> str:
@@ -55,7 +65,7 @@ def dtypes(model: nn.Module) -> str:
     counts: dict[str, int] = {}
     for p in model.parameters():
         name = str(p.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + p.numel()
+        counts[name] = counts.get(name, 0) + numel(p)
     return ", ".join(sorted(counts, key=lambda name: -counts[name]))
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import PeftModel
 from transformers import AutoTokenizer, BitsAndBytesConfig
 
 from . import heads
 from ._trl import create_model_from_path, get_config_model_id, is_accelerator_there, prepare_deepspeed
 from .checks.pair import check_not_the_same, check_token_ids, shared_token_ids
 from .generation import why_rows_stay
+from .layouts import gathered
+from .student_setup import open_on_base
+from .summary import numel
 from .teachers.adapter import AdapterTeacher
 from .teachers.local import LocalTeacher, freeze
 
@@ -110,7 +113,7 @@ def _quantized(args: Any, dtype: Any) -> BitsAndBytesConfig:
 
 def _merged(folder: str, kwargs: dict[str, Any]) -> torch.nn.Module:
     """A base with its adapter merged in; a quantised base keeps it beside, since merging would round it."""
-    model = AutoPeftModelForCausalLM.from_pretrained(folder, **kwargs)
+    model = open_on_base(folder, **kwargs)
     return model if "quantization_config" in kwargs else model.merge_and_unload()
 
 
@@ -200,11 +203,14 @@ def place_anchor(student: Any, trainer: Any) -> LocalTeacher | AdapterTeacher | 
     if isinstance(trainer.model, PeftModel):
         return AdapterTeacher(flat=trainer._flat)
     if isinstance(student, str):
-        trust = {"trust_remote_code": trainer.args.trust_remote_code}
-        base = create_model_from_path(student, **trust | (trainer.args.model_init_kwargs or {}))
+        kwargs = {"trust_remote_code": trainer.args.trust_remote_code} | (trainer.args.model_init_kwargs or {})
+        if trainer.accelerator.num_processes > 1:
+            kwargs["device_map"] = None
+        base = create_model_from_path(student, **kwargs)
     else:
-        base = copy.deepcopy(trainer.model)
-    size = sum(p.numel() * p.element_size() for p in base.parameters()) / 2**30
+        with gathered(*trainer.model.parameters()):
+            base = copy.deepcopy(trainer.model)
+    size = sum(numel(p) * p.element_size() for p in base.parameters()) / 2**30
     logger.info(f"anchor_weight: a second, frozen copy of the student is held ({size:.2f} GiB)")
     return _placed(freeze(base), trainer, "anchor")
 

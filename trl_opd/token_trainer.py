@@ -10,21 +10,20 @@ import torch
 from accelerate.logging import get_logger
 
 from . import heads
-from ._trl import ForwardRedirection, attention_of, maybe_gather_lm_head_ctx
+from ._trl import ForwardRedirection, attention_of
 from .checkpointed_trainer import CheckpointedTrainer
 from .data.collate import SIZES
 from .data.pieces import pieces
 from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .flat import why_padded
+from .layouts import gathered, shards_weights
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .nonfinite import NonFiniteGuard
 from .types import FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
-
-gather_heads = maybe_gather_lm_head_ctx  # makes a head that ZeRO-3 has sharded whole, inside the fused pass
 
 
 class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
@@ -40,6 +39,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     _globalstep_last_logged: int
     _buffered_inputs: Any
     data_reports: list[MaskReport]
+    is_fsdp_enabled: bool
     _metrics: dict[str, Any]
 
     def _start_accounting(self) -> None:
@@ -91,15 +91,18 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         DDP, ZeRO and FSDP only see gradients that come out of their own forward; and the redirected forward is not the
         one that accelerate patched, so autocast has to be entered here.
         """
-        unwrapped = self.accelerator.unwrap_model(model)
+        unwrapped, kept = self.accelerator.unwrap_model(model), []
 
-        def scored(*inner: Any) -> tuple:
+        def scored(*_: Any) -> tuple:
             with self.accelerator.autocast():
-                out = score(unwrapped, *inner)
+                out = score(unwrapped, *args)  # not what came through the wrapper: FSDP casts all floats
+            kept.append(out)
             return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
 
         batch = dict(args[0])  # `score` takes out what the models are not given
-        out = FusedOutput(*ForwardRedirection()(model, unwrapped, scored, *args))
+        returned = ForwardRedirection()(model, unwrapped, scored, *args)
+        # FSDP casts what it returns too: a loss in bf16 is a gradient that is off by as much. Its hooks are on `kept`.
+        out = kept[0] if self.is_fsdp_enabled else FusedOutput(*returned)
         return replace(out, loss_sum=self._note_loss(out.loss_sum, batch, args[1], out.per_token))
 
     def _leaves_out_padding(self, model: Any, whose: str) -> bool:
@@ -141,6 +144,15 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
                 "at a time. Further ones are not reported."
             )
         return pieces(inputs, budget, self.args.pad_to_multiple_of)
+
+    @property
+    def _ranks(self) -> heads.Ranks:
+        return heads.Ranks(gathered, self._longest)
+
+    def _longest(self, positions: int) -> int:
+        if not shards_weights(self.accelerator.state):
+            return 0
+        return int(self.accelerator.gather(torch.tensor([positions], device=self.accelerator.device)).max())
 
     def _count_evaluated(self, per_token: torch.Tensor, positions: TrainedPositions, num_rows: int) -> None:
         """Add a batch to the evaluation's sums; rows that only even out the ranks are left out by `gather`."""

@@ -159,6 +159,28 @@ def test_module_path_equals_the_fused_one(objective, beta, tau):
 
 
 @pytest.mark.parametrize(
+    "positions, longest, calls", [(13, 13, 3), (13, 0, 3), (13, 37, 8), (0, 13, 3), (0, 0, 1), (2, 13, 3)]
+)
+def test_heads_are_called_as_often_as_on_the_rank_with_most(positions, longest, calls):
+    """Chunks of 5: 13 positions of another rank are 3 calls, whatever there is here; the loss does not change."""
+    x, called = make_inputs(torch.float32), []
+    hidden, targets = x["hidden"][:positions], x["targets"][:positions]
+
+    def head(states):
+        called.append(len(states))
+        return states @ x["weight"].T + x["bias"]
+
+    options = {"vocab_size": V, "targets": targets, "chunk_bytes": V * 4 * 2 * 5}
+    out = chunked_module_loss(Settings("cross_entropy"), hidden, head, longest=longest, **options)
+    assert len(called) == calls and sum(called) == positions and max(called) <= 5
+    gradient = torch.autograd.grad(out.loss_sum, x["weight"])[0]
+    assert len(called) == 2 * calls  # each chunk is computed again
+    whole = torch.nn.functional.cross_entropy(hidden @ x["weight"].T + x["bias"], targets, reduction="sum")
+    torch.testing.assert_close(out.loss_sum, whole)
+    torch.testing.assert_close(gradient, torch.autograd.grad(whole, x["weight"])[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     "change, message",
     [
         ({"objective": "nll"}, "Unknown objective"),

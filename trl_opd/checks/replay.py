@@ -17,7 +17,6 @@ from ..masking import trained_positions
 from ..nonfinite import row_name
 from ..shown import excerpt
 from ..step_file import StepFile
-from ..token_trainer import gather_heads
 from ..types import TrainedPositions
 from .preflight import ERROR, OK, Finding, check_weights
 from .weights import listed, nonfinite_parameters
@@ -92,7 +91,7 @@ def _look_at(trainer: Any, batch: dict[str, Any], number: int, whole: int, found
         for who, hidden, head, at in _states(trainer, batch, positions):
             found.see(f"{who}states", _rows_with(~hidden.isfinite().all(1), at, names))
             scored = heads.token_loss(
-                CROSS_ENTROPY, hidden, head, targets=at.targets, shared_ids=_shared(trainer), gather=gather_heads
+                CROSS_ENTROPY, hidden, head, targets=at.targets, shared_ids=_shared(trainer), ranks=trainer._ranks
             )
             found.see(f"{who}log-probs", _rows_with(~scored.per_token.isfinite(), at, names))
     out = _score(trainer, batch)

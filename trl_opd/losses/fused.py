@@ -261,11 +261,13 @@ def chunked_module_loss(
     shared_ids: SharedIds = None,
     student_transform: HeadTransform | None = None,
     chunk_bytes: int | None = None,
+    longest: int = 0,
 ) -> FusedOutput:
     """`fused_linear_loss` for a head that is no plain linear layer (LoRA on it, quantised).
 
     `head` maps (n, H) to raw logits (n, V) and is differentiated by autograd, one checkpointed chunk at a time;
-    `teacher_logits(chunk)` gives the teacher's transformed logits (n, V') for a slice of the positions.
+    `teacher_logits(chunk)` gives the teacher's transformed logits (n, V') for a slice of the positions. `longest` is
+    the most positions of any rank: the heads are called as often as for so many.
     """
     _check_inputs(settings, targets, teacher_logits is not None)
     transform = student_transform or HeadTransform()
@@ -282,10 +284,8 @@ def chunked_module_loss(
             per_token, names, *metrics = _FromLogits.apply(logits, other, targets, run, chunk)
         return per_token, dict(zip(names, metrics, strict=True))
 
-    parts = [
-        checkpoint(one_chunk, hidden[chunk], chunk, use_reentrant=False)
-        for chunk in _slices(hidden.size(0), chunk_tokens)
-    ]
+    chunks = _slices(hidden.size(0), chunk_tokens, at_least=max(-(-longest // chunk_tokens), 1))
+    parts = [checkpoint(one_chunk, hidden[chunk], chunk, use_reentrant=False) for chunk in chunks]
     per_token, metrics = _joined(parts)
     return FusedOutput(per_token.sum(), per_token.detach(), metrics)
 
@@ -313,12 +313,12 @@ def _joined(parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[
     return per_token, {name: torch.cat([metrics[name] for _, metrics in parts]) for name in parts[0][1]}
 
 
-def _slices(total: int, most: int) -> Iterator[slice]:
-    """`total` in slices of about one size, at most `most`; an empty one where there is nothing, so that every result
-    has its shape."""
-    step = -(-total // max(-(-total // most), 1)) or 1
-    for start in range(0, max(total, 1), step):
-        yield slice(start, min(start + step, total))
+def _slices(total: int, most: int, at_least: int = 1) -> Iterator[slice]:
+    """`total` in slices of about one size, at most `most` long and `at_least` so many; an empty one where there is
+    nothing, so that every result has its shape."""
+    count = max(-(-total // most), at_least)
+    for i in range(count):
+        yield slice(i * total // count, (i + 1) * total // count)
 
 
 def _sizes(vocab: int, device: torch.device, chunk_bytes: int | None) -> tuple[int, int]:
