@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from trl_opd.step_file import read_step
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs trl-opd[deepspeed]")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None or which("g++") is None, reason="needs trl-opd[deepspeed] and a C++ compiler"
+)
 LAYOUTS = ["ddp", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
