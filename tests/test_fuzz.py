@@ -101,7 +101,7 @@ NUMBERS = [
     "weight_decay",
     "adam_beta1",
     "lora_dropout",
-    "max_grad_norm",
+    "save_steps",
     "logging_steps",
 ]
 TEXTS = [
@@ -143,15 +143,14 @@ containers = st.one_of(
     st.just({"a": {"b": [None]}}),
 )
 not_finite = st.sampled_from([math.nan, math.inf, -math.inf])
-bad_number = st.one_of(
-    containers, not_finite, words, st.booleans(), st.none(), st.integers(max_value=-2), st.just(-(10**400))
-)
+bad_number = st.one_of(containers, not_finite, words, st.booleans(), st.integers(max_value=-2), st.just(-(10**400)))
 bad_entry = st.one_of(
     st.tuples(st.sampled_from(WHOLE), st.one_of(bad_number, st.floats(1.1, 1.9), st.just(10**30), st.just(10**400))),
     st.tuples(st.sampled_from(NUMBERS), bad_number),
     st.tuples(st.sampled_from(TEXTS), st.one_of(containers, not_finite, st.integers(), st.booleans())),
     st.tuples(st.sampled_from(CHOICES), st.one_of(containers, not_finite, st.integers(2), words)),
-    st.tuples(st.sampled_from(FLAGS), st.one_of(containers, not_finite, words, st.integers(2), st.none())),
+    st.tuples(st.sampled_from(FLAGS), st.one_of(containers, not_finite, words.map("z{}".format), st.integers(2))),
+    st.tuples(st.sampled_from(["max_steps", "learning_rate", "seed", "fp16", "use_peft", "do_eval"]), st.none()),
     st.tuples(st.sampled_from(MAPPINGS), st.one_of(st.lists(st.integers()), words, st.integers(), st.just({1: 2}))),
     st.tuples(
         st.just("env"), st.one_of(st.lists(st.integers(), min_size=1), words, st.just({"A=B": 1}), st.just({"A": [1]}))
@@ -171,7 +170,7 @@ def refused(job, argv):
     return message_of(error.value)
 
 
-@settings(often, max_examples=140)
+@settings(often, max_examples=100)
 @given(entry=bad_entry)
 def test_what_no_key_takes(tmp_path_factory, entry):
     name, value = entry
@@ -199,8 +198,6 @@ def test_what_distillation_does_not_take(tmp_path_factory, name, value):
     value=st.sampled_from(["", "nan", "-1e9", "-7", "zz", "1e999", "[1]", "{}", "\u202e"]),
 )
 def test_what_no_flag_takes(name, value):
-    if (name, value) == ("max_grad_norm", "1e999"):
-        return  # no bound, which can be meant
     message = refused("sft", [f"--{name}", value])
     assert name in message, message
 
@@ -276,7 +273,7 @@ def rows_of(row):
     return None
 
 
-@settings(often, max_examples=110)
+@settings(often, max_examples=140)
 @given(row=bad_row)
 def test_rows_that_cannot_be_trained(row):
     dataset = rows_of(row)
