@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from trl_opd import launch, recipes, shipped
+from trl_opd import run as run_module
 from trl_opd.cli.main import main
 from trl_opd.errors import UsageError
 from trl_opd.launch import WANTED, Request, build_command, join, take_flags
-from trl_opd.run import build
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_fsdp_without_a_gpu_is_an_error(monkeypatch):
         ),
         ([], "learning_rrate: 1\n", "unknown key `learning_rrate`; did you mean `learning_rate`?"),
         ([], "max_steps: many\n", "argument --max_steps"),
-        ([], "warmup_ratio: 2\n", "warmup_ratio is 2; it is a share of the steps"),
+        ([], "warmup_ratio: 2\n", "warmup_ratio is 2; it must be a share of the steps"),
         (["--config", "none.yaml"], "", "recipe none.yaml: No such file"),
     ],
 )
@@ -187,16 +187,20 @@ def test_a_good_recipe_is_checked_quietly_and_started_as_it_is(tmp_path, capsys,
     assert os.environ["WANDB_PROJECT"] == "before" and "max_length" not in capsys.readouterr().err
 
 
-def test_processes_that_did_not_meet_are_an_error(tmp_path, monkeypatch):
-    """This process is one by itself, whatever the launcher says."""
-    settings = recipes.parse("sft", ["--output_dir", str(tmp_path / "out")])
+def test_processes_that_did_not_meet_are_an_error(tmp_path, monkeypatch, capsys):
+    """This process is one by itself, whatever the launcher says; of several the first one says so."""
+    flags = ["--output_dir", str(tmp_path / "out")]
     with pytest.raises(UsageError, match="there is no model"):
-        build(settings)
+        run_module.run("sft", flags)
+    settings = recipes.parse("sft", flags)
+    monkeypatch.setattr(recipes, "parse", lambda *_: settings)  # which would look for the other process
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        UsageError, match="says that there are 2 processes and this run has 1: each would train by itself"
-    ):
-        build(settings)
+    message = "says that there are 2 processes and this run has 1: each would train by itself"
+    with pytest.raises(UsageError, match=message):
+        run_module.run("sft", flags)
+    assert run_module.main("sft", flags) == 2 and message in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run_module.main("sft", flags) == 2 and capsys.readouterr().err == ""
     assert not (tmp_path / "out").exists()
 
 

@@ -61,7 +61,10 @@ def main(job: str, argv: Sequence[str]) -> int:
     # TRL's use of transformers is TRL's to update, not the user's
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
-        settings = recipes.parse(job, argv)
+        settings = understand(job, argv)
+    except MENDABLE as error:
+        return say_error(job, error, debug, alike=True)
+    try:
         set_up_logging(settings.training)
         trainer, checkpoint = build(settings)
     except MENDABLE as error:
@@ -72,16 +75,28 @@ def main(job: str, argv: Sequence[str]) -> int:
         return say_error(job, error, debug)
 
 
-def say_error(job: str, error: Exception, debug: bool) -> int:
-    """Print an error that a user can mend, once and not once a process; returns the exit code."""
+def understand(job: str, argv: Sequence[str]) -> Settings:
+    """The settings of a command line, with all processes there that were asked for. Raises `UsageError`, and what the
+    configs do."""
+    settings = recipes.parse(job, argv)
+    check_all_met(settings.training.world_size)
+    return settings
+
+
+def say_error(job: str, error: Exception, debug: bool, alike: bool = False) -> int:
+    """Print an error that a user can mend, once and not once a process; returns the exit code. `alike`: every process
+    says the same, for certain."""
     if debug:
         print(printable(traceback.format_exc()), file=sys.stderr)
     rank, message = os.environ.get("LOCAL_RANK", "0"), printable(in_our_words(error))
+    code = 2 if isinstance(error, UsageError) else 1
+    if rank != "0" and alike:
+        return code
     if rank != "0" and getattr(error, "everywhere", True):
         time.sleep(ECHO_SECONDS)  # the first process mostly says the same, and the launcher then ends this one
     said = f"trl-opd {job}: error: {message}" if rank == "0" else f"trl-opd {job}: error in process {rank}: {message}"
     print(said, file=sys.stderr, flush=True)
-    return 2 if isinstance(error, UsageError) else 1
+    return code
 
 
 # what others tell a Python user to do, and what to set here
@@ -113,7 +128,7 @@ def without_debug_flag(argv: Sequence[str]) -> tuple[list[str], bool]:
 
 def run(job: str, argv: Sequence[str]) -> Any:
     """The same from Python, with exceptions: returns the trainer, trained and saved."""
-    settings = recipes.parse(job, argv)
+    settings = understand(job, argv)
     trainer, checkpoint = build(settings)
     train(trainer, settings, checkpoint)
     return trainer
@@ -124,7 +139,6 @@ def build(settings: Settings, *, heed: bool = True) -> tuple[Any, str | None]:
     preflight finds is left to the caller where `heed` is false.
     """
     args, model_args = settings.training, settings.model
-    check_all_met(args.world_size)
     if model_args.model_name_or_path is None:
         raise UsageError("there is no model: set `model_name_or_path` to a folder or a model on the Hub")
     transformers.set_seed(args.seed)
