@@ -128,7 +128,7 @@ def test_a_bad_gradient_stops_the_run_though_every_loss_is_finite(tmp_path, job,
         trainer.train()
     assert all(p.isfinite().all() for p in student.parameters())
     rows = read_step(tmp_path / "_nonfinite_step_2.safetensors").about["rows"]
-    assert [row["places"] for row in rows] == [[2], [3]]
+    assert sorted(row["places"] for row in rows) == [[2], [3]]  # by length, as they were trained
 
 
 @pytest.mark.parametrize("job, peft_config", [("sft", None), ("distill", LORA)], ids=["sft-full", "distill-lora"])

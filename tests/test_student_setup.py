@@ -76,9 +76,9 @@ def test_another_adapter_on_top_is_refused(tmp_path, adapter):
 
 
 def test_sft_goes_on_too(tmp_path, adapter):
-    trainer = SFTTrainer(
-        model=adapter[0], args=SFTConfig(str(tmp_path / "out"), **QUIET | {"max_steps": 1}), train_dataset=text_rows(4)
-    )
+    load = {"revision": "main", "dtype": None}  # as the command line gives them, whatever the model
+    args = SFTConfig(str(tmp_path / "out"), **QUIET | {"max_steps": 1, "model_init_kwargs": load})
+    trainer = SFTTrainer(model=adapter[0], args=args, train_dataset=text_rows(4))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}

@@ -60,6 +60,8 @@ def test_every_model_and_tokenizer_is_loaded_by_what_trust_remote_code_says():
     for path, call in found:
         keywords = {keyword.arg for keyword in call.keywords}
         own_models_only = path.name == "models.py" and path.parent.name == "demo"
+        if ast.unparse(call.func) == "PeftConfig.from_pretrained":
+            continue  # JSON, which names no code
         assert own_models_only or keywords & {"trust_remote_code", None}, f"{path}:{call.lineno}"
 
 

@@ -56,6 +56,7 @@ def open_on_base(folder: str, *, is_trainable: bool = False, **kwargs: Any) -> P
     As `AutoPeftModelForCausalLM` does it, which would take a base that ZeRO-3 has sharded for one without rows, and cut
     it to the tokenizer's size.
     """
+    kwargs.pop("revision", None)  # a folder has none; its base's stands in the adapter's config
     config = PeftConfig.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **kwargs)
     if os.path.isfile(os.path.join(folder, "tokenizer_config.json")):
