@@ -63,15 +63,16 @@ def ended(pid):
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def kill(pid, output, draw, whole_run):
-    """Kill a child at a random moment, every other time while it saves. Returns its code if it was done before."""
+def kill(pid, output, draw):
+    """Kill a child around the save of a step that is drawn, every other time within it. Returns its code if it was done
+    before, and whether it was saving."""
     saving = draw.random() < 0.5
-    staged = output / "_staging" / f"checkpoint-{draw.randint(1, STEPS)}"
-    moment = time.monotonic() + draw.uniform(0.3, 0.9) * whole_run
-    pause = draw.uniform(0.0, 0.02)
+    newest = max((int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")), default=0)
+    name = f"checkpoint-{draw.randint(min(newest + 1, STEPS), STEPS)}"
+    staged, whole, pause = output / "_staging" / name, output / name, draw.uniform(0.0, 0.02 if saving else 0.15)
     while (code := ended(pid)) is None:
-        if (saving and staged.exists()) or (not saving and time.monotonic() > moment):
-            time.sleep(pause if saving else 0.0)
+        if (saving and staged.exists()) or whole.exists():
+            time.sleep(pause)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return None, any((output / "_staging").glob("checkpoint-*"))
@@ -85,7 +86,6 @@ def main():
     straight = folder / f"{job}-straight"
     pid = start(job, folder, straight)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, Path(f"{straight}.log").read_text()[-3000:]
-    whole_run = time.monotonic() - began
     expected = load_file(straight / "model.safetensors")
     history = json.loads((straight / "trainer_state.json").read_text())["log_history"]
     losses = [(log["step"], log["loss"]) for log in history if "loss" in log]
@@ -97,7 +97,7 @@ def main():
         while True:
             pid = start(job, folder, output)
             if kills < 1 + trial % 3:
-                code, inside = kill(pid, output, draw, whole_run)
+                code, inside = kill(pid, output, draw)
             else:
                 code, inside = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), False
             if code is None:
