@@ -113,7 +113,8 @@ def main():
         counts["weights equal"] += all(torch.equal(ours[name], expected[name]) for name in expected)
         history = json.loads((output / "trainer_state.json").read_text())["log_history"]
         counts["logs equal"] += [(log["step"], log["loss"]) for log in history if "loss" in log] == losses
-        assert not (output / "_staging").exists() and len(list(output.glob("checkpoint-*"))) == 3
+        # a kill between the last save's rename and its deletions leaves one more than the limit
+        assert not (output / "_staging").exists() and len(list(output.glob("checkpoint-*"))) in (3, 4)
     counts["seconds"] = round(time.monotonic() - began)
     (folder / f"{job}-kills.json").write_text(json.dumps(counts))
     print(job, counts)
