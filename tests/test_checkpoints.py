@@ -169,6 +169,25 @@ def test_a_sealed_checkpoint_that_only_lacked_its_rename_is_taken(run):
     assert trainer._initial_global_step == 3 and not (run / "_staging").exists()
 
 
+def test_a_save_that_was_cut_short_is_not_taken_for_another_tools(run):
+    """All of transformers' files are there and ours are not yet: it would go on with other counts, without a word."""
+    (run / "_staging").mkdir()
+    (run / "checkpoint-3").rename(run / "_staging" / "checkpoint-3")
+    for name in ("manifest.json", "trl_opd_state_0.pt"):
+        (run / "_staging" / "checkpoint-3" / name).unlink()
+    trainer = trainer_of("sft", run, **FOUR_STEPS)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._initial_global_step == 2 and not (run / "_staging").exists()
+
+
+def test_counts_of_another_number_of_processes_are_left_with_a_word(run, caplog):
+    manifest = run / "checkpoint-3" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"processes": 1', '"processes": 2'))
+    trainer = trainer_of("sft", run, **FOUR_STEPS, resume_anyway=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert "is of 2 processes and this run has 1: what was counted since its last log" in caplog.text
+
+
 def test_a_model_without_its_optimizer_is_not_gone_on_from_unasked(run):
     for path in checkpoints.checkpoints(run):
         shutil.rmtree(path)

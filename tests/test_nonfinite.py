@@ -201,6 +201,26 @@ def test_fp16_overflow_is_the_scalers_business_and_a_bad_loss_is_not(tmp_path, o
         assert scaler.get_scale() == 2.0
 
 
+def test_ranks_with_other_numbers_of_pieces_ask_one_another_as_often(tmp_path):
+    """fp16 reads the losses before the last backward: once a step, in however many pieces its micro-batches run."""
+    asked = []
+    for budget in (None, 33):
+        trainer = build("sft", tmp_path, per_device_max_tokens=budget, gradient_accumulation_steps=2)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
+        over_ranks, calls = trainer._over_ranks, []
+        trainer._over_ranks = lambda flags, to=over_ranks, calls=calls: calls.append(flags) or to(flags)
+        pieces, run = trainer._pieces, []
+        trainer._pieces = lambda inputs, to=pieces, run=run: run.append(len(to(inputs))) or to(inputs)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.state._mixed_precision = "no"
+        asked.append(len(calls))
+        assert budget is None or max(run) > 1
+    assert asked[0] == asked[1] == 2 * trainer.state.global_step
+
+
 def test_an_overflow_that_no_scale_mends_stops(tmp_path):
     student = llama()
     trainer = build("sft", tmp_path, student=student)

@@ -81,9 +81,17 @@ class CheckpointedTrainer:
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _go_on_with_own_state(self, checkpoint: Path) -> None:
-        manifest, path = checkpoints.read_manifest(checkpoint) or {}, self._own_state_file(checkpoint)
-        if manifest.get("processes") != self.accelerator.num_processes or not path.is_file():
-            return  # another tool's checkpoint, or `resume_anyway` on another number of processes
+        manifest, path = checkpoints.read_manifest(checkpoint), self._own_state_file(checkpoint)
+        if manifest is None or not path.is_file():
+            return  # another tool's checkpoint
+        if manifest.get("processes") != self.accelerator.num_processes:  # `resume_anyway`
+            if self.is_world_process_zero():
+                logger.warning(
+                    f"{checkpoint} is of {manifest.get('processes')} processes and this run has "
+                    f"{self.accelerator.num_processes}: what was counted since its last log, and the rest of its "
+                    "rollout if there was one, are not taken over"
+                )
+            return
         device = self.accelerator.device
         place = "cpu" if device.type == "cpu" else device  # torch knows no "cpu:0" here
         with torch.serialization.safe_globals([TrainedPositions, RowSizes]):

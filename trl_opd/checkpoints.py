@@ -134,7 +134,9 @@ def clear_staging(output_dir: Path) -> None:
     if not staging.is_dir():
         return
     for path in staging.iterdir():
-        if step_of(path) is not None and not (output_dir / path.name).exists() and damage(path) is None:
+        # without a manifest it may be whole by transformers' files and lack ours: only a sealed one is taken
+        sealed = step_of(path) is not None and (path / MANIFEST).is_file()
+        if sealed and not (output_dir / path.name).exists() and damage(path) is None:
             os.rename(path, output_dir / path.name)
     shutil.rmtree(staging, ignore_errors=True)
 

@@ -82,6 +82,7 @@ class NonFiniteGuard:
         self._scored: list[MicroBatch] = []
         self._loss_flag: torch.Tensor | None = None  # (), above 0 where a loss of this step is not finite
         self._refused = False  # whether this step is to be left out, decided before its last backward
+        self._more_pieces = False  # whether a piece of a micro-batch is run that is not its last
 
     @property
     def _on_deepspeed(self) -> bool:
@@ -120,7 +121,8 @@ class NonFiniteGuard:
         self._scored.append(MicroBatch(batch, positions, per_token, loss.detach()))
         bad = (~loss.detach().isfinite()).any().float()
         self._loss_flag = bad if self._loss_flag is None else self._loss_flag + bad
-        if self._decides_early and self.accelerator.sync_gradients:
+        # ranks run different numbers of pieces of a micro-batch, and all of them one that is the last
+        if self._decides_early and self.accelerator.sync_gradients and not self._more_pieces:
             (bad_losses,) = self._over_ranks(self._loss_flag)
             if bad_losses:
                 self._stop_or_say("loss")

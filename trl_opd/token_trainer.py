@@ -125,11 +125,13 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
             return loss_of(inputs)
         *early, last = self._pieces(inputs)
         done: Any = 0.0
+        self._more_pieces = True
         for piece in early:
             with self.accelerator.no_sync(model):
                 loss = loss_of(piece)
                 self.accelerator.backward(loss)
             done = done + loss.detach()
+        self._more_pieces = False
         return loss_of(last) + done
 
     def _pieces(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Killed at random moments, some of them inside a save, and started again: the weights of a run that never stopped."""
+"""Killed at random moments, some inside a save, and started again: weights and logs of a run that never stopped."""
 
 import json
 import os
@@ -29,4 +29,4 @@ def test_twenty_kills(tmp_path, job):
     counts = json.loads((tmp_path / f"{job}-kills.json").read_text())
     print(job, counts)
     assert counts["kills"] >= KILLS and counts["inside a save"] >= 3 and counts["went on"] >= KILLS // 2
-    assert counts["weights equal"] == counts["trials"]
+    assert counts["weights equal"] == counts["logs equal"] == counts["trials"]
