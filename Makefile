@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-fast check format install clean
+.PHONY: demo test test-fast bench check format install clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -29,6 +29,12 @@ test: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow" -n auto
+
+# less than 20 minutes, on a machine where nothing else runs; writes the tables of docs/benchmarks.md
+bench: install
+	$(BIN)/python benchmarks/train_step.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/head.py --tokens 256 --write docs/benchmarks.md
+	$(BIN)/python benchmarks/prepare.py --pairs 1 --write docs/benchmarks.md
 
 check: install
 	$(BIN)/ruff check .

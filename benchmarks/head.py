@@ -1,24 +1,24 @@
 """The head's part of a step: trl_opd's one-pass head beside TRL's chunked functions and plain full logits.
 
-    python benchmarks/head.py [--device cuda] [--pairs 3] [--vocab 49152] [--tokens 256]
+    python benchmarks/head.py [--device cuda] [--pairs 3] [--vocab 49152] [--tokens 256] [--write docs/benchmarks.md]
 
 Half of the N positions are trained. `trl` is TRL's function called as its trainer calls it on this device (on a CPU
 over all N positions), `trl compacted` the same over the trained positions only, `full` plain logits of those and
 autograd, `bound` the matrix products alone that no way of computing can leave out. Gradients are compared before
 anything is timed. All sides take turns in one process; the figures are medians, the ratios medians of the pairs'
 ratios. Peak memory is measured in a child process a side (on a GPU by the allocator): what the pass takes beside its
-inputs and, where the head trains, beside the gradient of its weight.
+inputs and, where the head trains, beside the gradient of its weight. Looks at the machine's load first.
 """
 
 import argparse
 import multiprocessing
-import os
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+import common
 import torch
-import trl
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
@@ -125,19 +125,6 @@ def check_gradients(inputs: Inputs) -> float:
     return worst
 
 
-def seconds(inputs: Inputs, side: Side) -> float:
-    synchronize(inputs.device)
-    begin = time.perf_counter()
-    inputs.step(side)
-    synchronize(inputs.device)
-    return time.perf_counter() - begin
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def peak_memory(size: tuple, name: str) -> float:
     """MiB that one pass of a side takes beside its inputs and the weight's gradient."""
     if size[4] == "cuda":
@@ -148,24 +135,11 @@ def peak_memory(size: tuple, name: str) -> float:
 
 def _peak_of(size: tuple, name: str) -> float:
     inputs = Inputs(*size)
-    if inputs.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        inputs.step(inputs.sides()[name])
-        taken = torch.cuda.max_memory_allocated() - before
-    else:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak starts anew
-        before = _status("VmRSS")
-        inputs.step(inputs.sides()[name])
-        taken = _status("VmHWM") - before
+    before = common.start_peak(inputs.device)
+    inputs.step(inputs.sides()[name])
+    taken = common.peak(inputs.device) - before
     weight = inputs.weight.numel() * inputs.weight.element_size() if inputs.trained_head else 0
     return (taken - weight) / 2**20
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
 def main() -> None:
@@ -174,20 +148,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--vocab", type=int, choices=list(SIZES))
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced")
     args = parser.parse_args()
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    load = os.getloadavg()[0]
-    print(
-        f"torch {torch.__version__}, trl {trl.__version__}, {args.device}, {dtype}, {torch.get_num_threads()} threads,"
-    )
-    print(
-        f"load {load:.1f}. Times in s, memory in MiB; trl/ours and so on are ratios of times: above 1 ours is faster.\n"
-    )
-    print(
-        "| V | N | objective | head | ours s | trl/ours | compacted/ours | full/ours | ours/bound | metrics |", end=""
-    )
-    print(" | ".join(f" {side} MiB" for side in measured(args.device)) + " |")
-    print("|---" * (10 + len(measured(args.device))) + "|", flush=True)
+    load = common.refuse_a_busy_machine(args.force)
+    header = ["V", "N", "objective", "head", "ours, s", "trl / ours", "compacted / ours", "full / ours", "ours / bound"]
+    header += ["metrics", *(f"{side}, MiB" for side in measured(args.device))]
     sizes = [
         (vocab, tokens, objective, head, args.device, dtype)
         for vocab in ([args.vocab] if args.vocab else SIZES)
@@ -197,23 +164,28 @@ def main() -> None:
     ]
     # before anything is allocated here, which children would inherit and fill unseen
     memory = {size: [peak_memory(size, side) for side in measured(args.device)] for size in sizes}
+    lines = []
     for size in sizes:
-        row(size, memory[size], args.pairs)
+        lines.append(row(size, memory[size], args.pairs))
+        print("| " + " | ".join(map(str, lines[-1])) + " |", flush=True)
+    text = f"{common.table(header, lines)}\n\n{common.environment(args.device, load)}"
+    print(f"\n{text}")
+    if args.write:
+        common.write_table(args.write, f"head, {args.device}", text)
 
 
 def measured(device: str) -> list[str]:
     return ["ours", "trl", "trl compacted", "full"] if device == "cpu" else ["ours", "trl", "full"]
 
 
-def row(size: tuple, memory: list[float], pairs: int) -> None:
+def row(size: tuple, memory: list[float], pairs: int) -> list[object]:
     inputs = Inputs(*size)
     check_gradients(inputs)  # and warms every side up
     sides = inputs.sides()
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(pairs):
         for name, side in sides.items():
-            times[name].append(seconds(inputs, side))
-    del inputs
+            times[name].append(common.seconds(partial(inputs.step, side), inputs.device))
 
     def ratio(over: str, under: str = "ours") -> str:
         if over not in times:
@@ -222,8 +194,7 @@ def row(size: tuple, memory: list[float], pairs: int) -> None:
 
     cells = [*size[:4], f"{statistics.median(times['ours']):.3f}", ratio("trl"), ratio("trl compacted"), ratio("full")]
     cells += [ratio("ours", "bound"), ratio("ours", "no metrics")]
-    cells += [f"{mib:.0f}" for mib in memory]
-    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    return [*cells, *(f"{mib:.0f}" for mib in memory)]
 
 
 if __name__ == "__main__":

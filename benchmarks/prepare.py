@@ -1,9 +1,9 @@
 """Data preparation of 20,000 rows: trl_opd's `SFTTrainer` beside TRL's, first start and second.
 
-    python benchmarks/prepare.py [--rows 20000] [--pairs 3]
+    python benchmarks/prepare.py [--rows 20000] [--pairs 3] [--write docs/benchmarks.md]
 
 Both sides prepare the same file with the same tokenizer in this process, in turns; the labels are compared first (on
-conversations of one turn, where both train the completion). Prints the seconds of each pair and the median ratio.
+conversations of one turn, where both train the completion). Looks at the machine's load first.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import common
 import datasets
 import trl
 from tiny import qwen3, tokenizer
@@ -70,8 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
+    parser.add_argument("--write", type=Path, help="page whose table is replaced")
     args = parser.parse_args()
-    ratios: dict[str, list[float]] = {"first": [], "second": []}
+    load = common.refuse_a_busy_machine(args.force)
+    taken: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
         write_rows(path, args.rows)
@@ -86,14 +90,21 @@ def main() -> None:
             for _ in range(5):  # a second start takes a few hundredths of a second: take the median of five, in turns
                 for side in sides:
                     again[side].append(prepare(side, path, Path(scratch) / f"{side}-{pair}")[0])
-            seconds |= {(side, "second"): statistics.median(taken) for side, taken in again.items()}
+            seconds |= {(side, "second"): statistics.median(times) for side, times in again.items()}
             compare(prepared["trl_opd"], prepared["trl"])
-            for start, collected in ratios.items():
-                collected.append(seconds["trl", start] / seconds["trl_opd", start])
-                print(f"pair {pair} {start:>6} start: trl {seconds['trl', start]:6.2f} s", end="  ")
-                print(f"trl_opd {seconds['trl_opd', start]:6.2f} s  trl / trl_opd {collected[-1]:.2f}")
-    for start, collected in ratios.items():
-        print(f"median {start} start: trl / trl_opd {statistics.median(collected):.2f}  ({args.rows:,} rows)")
+            for key, value in seconds.items():
+                taken.setdefault(key, []).append(value)
+    lines = []
+    for start, digits in (("first", 1), ("second", 2)):
+        theirs, ours = taken["trl", start], taken["trl_opd", start]
+        lines.append([start, *(common.spread(side, digits) for side in (theirs, ours))])
+        lines[-1].append(common.spread(common.ratios(theirs, ours)))
+    text = f"{args.rows:,} rows, pairs: {args.pairs}.\n\n"
+    text += common.table(["start", "TRL, s", "trl_opd, s", "TRL / trl_opd"], lines)
+    text += f"\n\n{common.environment('cpu', load)}"
+    print(text)
+    if args.write:
+        common.write_table(args.write, "prepare", text)
 
 
 def compare(ours: datasets.Dataset, theirs: datasets.Dataset) -> None:
