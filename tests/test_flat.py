@@ -48,6 +48,32 @@ def test_the_states_are_those_of_padded_rows(build_model, attention):
     assert torch.equal(moved[0], flat[0]) and not torch.equal(moved[1], flat[1])  # rows do not see each other
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding_on_the_right_needs_no_mask(attention, window):
+    """Full and sliding attention: the states at trained positions, and their gradients, are those under the mask."""
+    sliding = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    model, batch = qwen3(attn_implementation=attention, **sliding), pad_rows(ROWS, 0)
+    without = {key: value for key, value in batch.items() if key != SIZES}
+    grads, states = [], []
+    for inputs in (without, batch):
+        states.append(predicting_states(model, inputs, inputs[POSITIONS]))
+        grads.append(torch.autograd.grad(states[-1].square().sum(), model.model.embed_tokens.weight)[0])
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_looks_ahead_keeps_its_mask():
+    model, batch, seen = qwen3(), pad_rows(ROWS, 0), []
+    model.model.register_forward_pre_hook(lambda m, a, k: seen.append("attention_mask" in k), with_kwargs=True)
+    predicting_states(model, batch, batch[POSITIONS])
+    model.config.use_bidirectional_attention = True
+    predicting_states(model, batch, batch[POSITIONS])
+    model.config.use_bidirectional_attention, model.config.is_causal = None, False
+    predicting_states(model, batch, batch[POSITIONS])
+    assert seen == [False, True, True]
+
+
 @pytest.fixture
 def flash(monkeypatch):
     """The trainers take every model's attention for FlashAttention."""

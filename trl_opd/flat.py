@@ -1,4 +1,4 @@
-"""A padded batch as one row without padding, for attention that knows where a sequence ends (FlashAttention)."""
+"""Padding that need not be computed: rows end to end, for attention that knows where one ends (FlashAttention)."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def why_padded(backbone: nn.Module, attention: str) -> str:
         "its forward takes no sequence lengths": all(p.kind is not p.VAR_KEYWORD for p in parameters.values()),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def looks_ahead(config: Any) -> bool:
+    """Whether a model's config lets tokens attend to later ones."""
+    return bool(getattr(config, "use_bidirectional_attention", None)) or getattr(config, "is_causal", True) is False
 
 
 def flattened(

@@ -11,7 +11,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from .flat import flattened
+from .flat import flattened, looks_ahead
 from .losses.fused import Gather, HeadTransform, chunked_module_loss, fused_linear_loss
 from .losses.objectives import Settings
 from .losses.shared_ids import SharedIds
@@ -123,14 +123,20 @@ def predicting_states(
 ) -> torch.Tensor:
     """Run the backbone once on a batch (B, T) and keep the states that predict a trained token: (N, H).
 
-    The model gets no labels. With `flat` (see `why_padded`) it gets no padding either, where the batch knows the sizes
-    of its rows. Must run inside the wrapped forward, as everything that touches weights.
+    The model gets no labels. Where the batch knows the sizes of its rows, they are padded on the right: it gets no
+    attention mask, or with `flat` (see `why_padded`) no padding. Must run inside the wrapped forward, as everything
+    that touches weights.
     """
+    inner = causal_lm(model)
     inputs = {key: value for key, value in batch.items() if key not in _NOT_FOR_THE_BACKBONE}
-    if flat and "row_sizes" in batch:
+    if "row_sizes" in batch and flat:
         inputs, positions = flattened(inputs, positions, batch["row_sizes"])
+    elif "row_sizes" in batch and not looks_ahead(inner.config.get_text_config()):
+        # no token looks at what follows it, so padding on the right hides itself; without a mask attention skips what
+        # it would hide, and does so in faster kernels
+        del inputs["attention_mask"]
     inputs["use_cache"] = False
-    hidden = causal_lm(model).base_model(**inputs).last_hidden_state  # (B, T, H), or (1, tokens, H)
+    hidden = inner.base_model(**inputs).last_hidden_state  # (B, T, H), or (1, tokens, H)
     return select_predicting(hidden, positions)
 
 

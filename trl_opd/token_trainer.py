@@ -137,7 +137,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     def _pieces(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """A micro-batch, whole or in the pieces that `per_device_max_tokens` asks for."""
         budget = self.args.per_device_max_tokens
-        if budget is None:
+        if budget is None or SIZES not in inputs:  # a batch that a script of one's own brings has none
             return [inputs]
         longest = max(inputs[SIZES].tokens)
         if longest > budget:
