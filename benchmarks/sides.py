@@ -54,6 +54,7 @@ class Work:
     device: str = "cpu"
     generate: bool = False
     windows: int = 3
+    compact: bool = True  # whether TRL is timed compacted too; on a GPU it compacts by itself
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ LAYERS = {
     "metrics": 1,
     "balance": 1,
     "data": 2,
+    "few_tokens": 2,
     "generation": 2,
     "rollout": 2,
     "teachers": 2,

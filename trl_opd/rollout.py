@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .few_tokens import fast_on_few_tokens
 from .generation import ended_rows_leave, why_rows_stay
 from .types import IGNORE_INDEX, Rollout
 
@@ -54,8 +55,8 @@ def continue_prompts(
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    leave = rows_leave and not why_rows_stay(model, config)
-    with torch.no_grad(), ended_rows_leave(model) if leave else nullcontext():
+    leave = ended_rows_leave(model) if rows_leave and not why_rows_stay(model, config) else nullcontext()
+    with torch.no_grad(), leave, fast_on_few_tokens(model):
         written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:].tolist()
     ends = (next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row)) for row in written)
     return [row[:end] for row, end in zip(written, ends, strict=True)]

@@ -19,6 +19,7 @@ from .balance import deal, micro_batches, row_lengths
 from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
 from .data.sampler import PromptRows, PromptStream, WindowSampler
 from .errors import NonFiniteError
+from .few_tokens import fast_on_few_tokens
 from .generation import ended_rows_leave
 from .losses.objectives import Settings as LossSettings
 from .masking import check_batch
@@ -237,7 +238,8 @@ class RolloutTrainer(PromptData):
     def _student_completions(self, prompts: list[list[int]]) -> list[list[int]]:
         student = self.accelerator.unwrap_model(self.model_wrapped)
         try:
-            with ended_rows_leave(student) if self._rows_leave else nullcontext():
+            leave = ended_rows_leave(student) if self._rows_leave else nullcontext()
+            with leave, fast_on_few_tokens(student):
                 return self._generate_single_turn(prompts, None, {})
         except RuntimeError as error:
             if "probability tensor contains" not in str(error):  # torch's words, where there is nothing to sample from
