@@ -11,25 +11,43 @@ import torch
 import transformers
 import trl
 
-QUIET = 0.5  # the highest load average of the last minute at which a time means something
+QUIET = 0.15  # the most processors that other work may keep busy while times still mean something
+
+
+def busy_processors(watch: float = 2.0) -> float:
+    """How many processors are at work, by what Linux counts in `watch` seconds; elsewhere the load average."""
+    try:
+        first = _ticks()
+    except OSError:
+        return os.getloadavg()[0]
+    time.sleep(watch)
+    (idle, total), (idle_before, total_before) = _ticks(), first
+    return (1 - (idle - idle_before) / max(total - total_before, 1)) * (os.cpu_count() or 1)
+
+
+def _ticks() -> tuple[int, int]:
+    """Ticks that all processors were idle, and all ticks, since the start."""
+    with open("/proc/stat") as file:
+        ticks = [int(part) for part in file.readline().split()[1:9]]  # the later ones are counted in the first
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def refuse_a_busy_machine(force: bool) -> float:
-    """The load average; exits where other work is going on, unless `force`."""
-    load = os.getloadavg()[0]
-    if load > QUIET and not force:
+    """How many processors are busy; exits where other work is going on, unless `force`."""
+    busy = busy_processors()
+    if busy > QUIET and not force:
         sys.exit(
-            f"The load average is {load:.2f}: something else is running, and times would say nothing. Wait until it is "
-            f"below {QUIET}, or pass --force."
+            f"Other work keeps {busy:.2f} processors busy, and times would say nothing. Wait until it is under {QUIET}"
+            ", or pass --force."
         )
-    return load
+    return busy
 
 
-def environment(device: str, load: float) -> str:
-    """One line: versions, device, threads, load."""
+def environment(device: str, busy: float) -> str:
+    """One line: versions, device, threads, other work."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, TRL {trl.__version__}, transformers {transformers.__version__}"
-    return f"{time.strftime('%Y-%m-%d')}, {device}, {name}, {versions}, load {load:.2f}."
+    return f"{time.strftime('%Y-%m-%d')}, {device}, {name}, {versions}; processors busy with other work: {busy:.2f}."
 
 
 def synchronize(device: str) -> None:

@@ -7,7 +7,7 @@ over all N positions), `trl compacted` the same over the trained positions only,
 autograd, `bound` the matrix products alone that no way of computing can leave out. Gradients are compared before
 anything is timed. All sides take turns in one process; the figures are medians, the ratios medians of the pairs'
 ratios. Peak memory is measured in a child process a side (on a GPU by the allocator): what the pass takes beside its
-inputs and, where the head trains, beside the gradient of its weight. Looks at the machine's load first.
+inputs and, where the head trains, beside the gradient of its weight. Looks first whether other work is going on.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     args = parser.parse_args()
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    load = common.refuse_a_busy_machine(args.force)
+    busy = common.refuse_a_busy_machine(args.force)
     header = ["V", "N", "objective", "head", "ours, s", "trl / ours", "compacted / ours", "full / ours", "ours / bound"]
     header += ["metrics", *(f"{side}, MiB" for side in measured(args.device))]
     sizes = [
@@ -168,7 +168,7 @@ def main() -> None:
     for size in sizes:
         lines.append(row(size, memory[size], args.pairs))
         print("| " + " | ".join(map(str, lines[-1])) + " |", flush=True)
-    text = f"{common.table(header, lines)}\n\n{common.environment(args.device, load)}"
+    text = f"{common.table(header, lines)}\n\n{common.environment(args.device, busy)}"
     print(f"\n{text}")
     if args.write:
         common.write_table(args.write, f"head, {args.device}", text)

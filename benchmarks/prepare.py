@@ -3,7 +3,7 @@
     python benchmarks/prepare.py [--rows 20000] [--pairs 3] [--write docs/benchmarks.md]
 
 Both sides prepare the same file with the same tokenizer in this process, in turns; the labels are compared first (on
-conversations of one turn, where both train the completion). Looks at the machine's load first.
+conversations of one turn, where both train the completion). Looks first whether other work is going on.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     args = parser.parse_args()
-    load = common.refuse_a_busy_machine(args.force)
+    busy = common.refuse_a_busy_machine(args.force)
     taken: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
@@ -101,7 +101,7 @@ def main() -> None:
         lines[-1].append(common.spread(common.ratios(theirs, ours)))
     text = f"{args.rows:,} rows, pairs: {args.pairs}.\n\n"
     text += common.table(["start", "TRL, s", "trl_opd, s", "TRL / trl_opd"], lines)
-    text += f"\n\n{common.environment('cpu', load)}"
+    text += f"\n\n{common.environment('cpu', busy)}"
     print(text)
     if args.write:
         common.write_table(args.write, "prepare", text)

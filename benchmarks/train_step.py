@@ -6,7 +6,7 @@ Both sides are in this process and take turns, window by window (ABAB). Losses a
 step that is timed; where they differ no time is printed. `compacted` is TRL with its head run on the trained positions
 alone, as it does by itself on a GPU. `bound` is the time of the matrix products that no way of computing can leave out,
 on this machine, with no padding. Peak memory on a CPU is that of a process with one side alone in it; on a GPU what a
-step takes beside models and optimizer. Looks at the machine's load first.
+step takes beside models and optimizer. Looks first whether other work is going on.
 """
 
 import argparse
@@ -30,9 +30,9 @@ _DISTILL = {"job": "distill", "student": "SmolLM2-135M/2", "teacher": "SmolLM2-1
 _SFT = {"job": "sft", "student": "SmolLM2-135M", "teacher": None, "mean": 123, "longest": 512, "trained": 0.28}
 CPU = [
     Work(**_DISTILL, lora=False, batch=2, accumulation=4, windows=2),
-    Work(**_DISTILL, lora=True, batch=2, accumulation=4, windows=2),
+    Work(**_DISTILL, lora=True, batch=2, accumulation=4, windows=2, compact=False),
     Work(**_SFT, lora=False, batch=4, accumulation=2, windows=1),
-    Work(**_SFT, lora=True, batch=4, accumulation=2, windows=1),
+    Work(**_SFT, lora=True, batch=4, accumulation=2, windows=1, compact=False),
     Work(**_DISTILL, lora=False, batch=2, accumulation=4, generate=True, windows=1, compact=False),
 ]
 _GPU = {"device": "cuda", "batch": 4, "accumulation": 4, "mean": 300, "longest": 1024, "compact": False}
@@ -155,6 +155,26 @@ def flops(work: Work) -> str:
     return f"{work.name}: {said}; trl / ours {counts['trl'] / counts['ours']:.2f}"
 
 
+def growth(work: Work, turns: int = 2) -> str:
+    """Our time per trained token at four times the length, and at four times the batch, over that of `work`."""
+    sizes = {
+        "as it is": work,
+        "4 x length": replace(work, mean=4 * work.mean, longest=4 * work.longest),
+        "4 x batch": replace(work, batch=4 * work.batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sizes}
+    with tempfile.TemporaryDirectory() as scratch:
+        built = {name: build(size, f"{scratch}/{name}", ("ours",)) for name, size in sizes.items()}
+        for turn in range(turns + 1):  # the first warms up
+            for name, (trainers, rows, _) in built.items():
+                taken = take_step("ours", trainers, sizes[name], 0).seconds
+                if turn:
+                    times[name].append(taken / tokens(sizes[name], rows)[1])
+    base = times.pop("as it is")
+    said = [f"{name}: {common.spread(common.ratios(taken, base))} times" for name, taken in times.items()]
+    return f"{work.name}: {1e3 * statistics.median(base):.1f} ms a trained token; {', '.join(said)}"
+
+
 def peak_of(work: Work, side: str) -> float:
     """MiB at the peak of a step, the process's (CPU) or the allocator's (GPU), with this side alone in it."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -187,6 +207,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="windows of rows, a step each (default: that of the table)")
     parser.add_argument("--only", default="", help="only work of this name, or whose name has this in it")
     parser.add_argument("--flops", action="store_true", help="count operations, and measure no time")
+    parser.add_argument("--growth", action="store_true", help="measure our time per token at four times the size")
     parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
     parser.add_argument("--write", type=Path, help="page whose table is replaced")
     parser.add_argument("--peak-of", choices=["ours", "trl"], help=argparse.SUPPRESS)
@@ -203,14 +224,18 @@ def main() -> None:
         for work in chosen:
             print(flops(work), flush=True)
         return
-    load = common.refuse_a_busy_machine(args.force)
+    busy = common.refuse_a_busy_machine(args.force)
+    if args.growth:
+        for work in chosen:
+            print(growth(replace(work, windows=1)), flush=True)
+        return
     lines = []
     for work in chosen:
         on_cpu = work.device == "cpu"
         memory = {side: in_a_process(name, work, side) for side in ("ours", "trl") if on_cpu}
         lines.append(measure(work, args.pairs, memory))
         print("| " + " | ".join(map(str, lines[-1])) + " |", flush=True)
-    text = f"{common.table(HEADER, lines)}\n\n{common.environment(args.device, load)}"
+    text = f"{common.table(HEADER, lines)}\n\n{common.environment(args.device, busy)}"
     print(f"\n{text}")
     if args.write:
         common.write_table(args.write, f"train step, {name}", text)

@@ -1,5 +1,6 @@
 """What the benchmarks promise: no time on a busy machine, none where the sides differ, tables where they belong."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -16,12 +17,20 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (0.7, 0.0, 0.0))
-    with pytest.raises(SystemExit, match=r"The load average is 0.70.*--force"):
+    monkeypatch.setattr(common, "busy_processors", lambda: 0.7)
+    with pytest.raises(SystemExit, match=r"Other work keeps 0.70 processors busy.*--force"):
         common.refuse_a_busy_machine(force=False)
     assert common.refuse_a_busy_machine(force=True) == 0.7
-    monkeypatch.setattr("os.getloadavg", lambda: (0.3, 0.0, 0.0))
-    assert common.refuse_a_busy_machine(force=False) == 0.3
+    monkeypatch.setattr(common, "busy_processors", lambda: 0.1)
+    assert common.refuse_a_busy_machine(force=False) == 0.1
+
+
+def test_busy_processors_are_counted_in_a_short_while(monkeypatch):
+    """Between two looks at 4 processors, 300 of 400 ticks were idle: one was busy."""
+    looks = iter(["cpu  10 0 5 100 5 0 0 0 0 0\n", "cpu  80 0 35 390 15 0 0 0 70 0\n"])
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(next(looks)))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert common.busy_processors(watch=0.0) == pytest.approx(1.0)
 
 
 def test_a_table_is_put_between_its_marks(tmp_path):

@@ -40,3 +40,9 @@ def test_operations_are_counted():
     done = run("--flops", "--only", "sft")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "GFLOP a step" in done.stdout and "trl / ours" in done.stdout
+
+
+def test_time_a_token_is_compared_with_larger_sizes():
+    done = run("--growth", "--force", "--only", "distill")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ms a trained token; 4 x length: " in done.stdout and "4 x batch: " in done.stdout
