@@ -205,7 +205,7 @@ def test_ranks_with_other_numbers_of_pieces_ask_one_another_as_often(tmp_path):
     """fp16 reads the losses before the last backward: once a step, in however many pieces its micro-batches run."""
     asked = []
     for budget in (None, 33):
-        trainer = build("sft", tmp_path, per_device_max_tokens=budget, gradient_accumulation_steps=2)
+        trainer = build("sft", tmp_path, per_device_max_tokens=budget)
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
         over_ranks, calls = trainer._over_ranks, []
