@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import logging
 
+import feature_table
 import pytest
 import torch
 from hypothesis import settings
@@ -24,3 +25,8 @@ def log_level():
     """A command sets how much is logged, for its process: the next test is another one."""
     yield
     logging.getLogger("trl_opd").setLevel(logging.NOTSET)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    feature_table.note(config, items)
