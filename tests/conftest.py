@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import logging
 
 import feature_table
@@ -30,3 +31,8 @@ def log_level():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     feature_table.note(config, items)
+
+
+def pytest_collection_finish():
+    """What importing has made stays: `Trainer.train` collects garbage, and going through it all takes a second."""
+    gc.freeze()

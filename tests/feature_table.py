@@ -90,6 +90,7 @@ An empty cell has no test. Each word leads to the test's file.
 is not counted.
 """
 
+
 @dataclass
 class Collected:
     """What a run of pytest has collected, before anything was deselected."""

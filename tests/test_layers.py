@@ -53,6 +53,8 @@ LAYERS = {
     "checkpointed_trainer": 3,
     "step_file": 3,
     "nonfinite": 3,
+    "throughput": 1,
+    "compiled": 3,
     "token_trainer": 3,
     "config_fields": 3,
     "sft_setup": 3,

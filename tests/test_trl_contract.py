@@ -28,6 +28,7 @@ OVERRIDDEN = [
     (DistillationTrainer, trl.DistillationTrainer, "training_step"),
     (DistillationTrainer, trl.DistillationTrainer, "prediction_step"),
     (SFTTrainer, transformers.Trainer, "_get_grad_norm"),
+    (DistillationTrainer, transformers.Trainer, "_maybe_log_save_evaluate"),
 ]
 
 

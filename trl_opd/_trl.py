@@ -31,6 +31,8 @@ __all__ = [
     "ForwardRedirection",
     "adapters_on_the_head",
     "attention_of",
+    "called_through",
+    "compiled_call",
     "completions_shown",
     "create_model_from_path",
     "gather_on_save",
@@ -126,6 +128,23 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
 def attention_of(model: Any) -> str:
     """The name of a transformers model's attention implementation."""
     return model.config.get_text_config()._attn_implementation or "eager"
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any]:
+    """What calling a module does, for `torch.compile`: what `nn.Module.compile` takes."""
+    return module._call_impl
+
+
+@contextmanager
+def called_through(calls: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules be called through these functions, as `nn.Module.compile` does for good."""
+    for module, call in calls:
+        module._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        for module, _ in calls:
+            module._compiled_call_impl = None
 
 
 @contextmanager

@@ -21,6 +21,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def check_weights(args: Any) -> None:
     if not 0.0 <= args.lmbda <= 1.0:
         raise ValueError(f"lmbda is {args.lmbda}; it must be in [0, 1]: the share of rows that the student writes.")
+    if why := why_not_smoothed(args):
+        raise ValueError(why)
     for name in ("sft_weight", "anchor_weight"):
         if (getattr(args, name) or 0.0) < 0:
             raise ValueError(f"{name} is {getattr(args, name)}; a weight must be 0 or more.")
@@ -131,6 +133,34 @@ def resolve_precision(args: Any) -> None:
             raise ValueError(f"`{name}: true` needs a GPU and this machine has none. Set `{name}: false`{cpu}.")
     if args.bf16 is None:
         args.bf16 = False
+
+
+def check_offloading(args: Any) -> None:
+    if args.activation_offloading and (args.use_cpu or not is_accelerator_there()):
+        raise ValueError(
+            "`activation_offloading: true` keeps activations in main memory in the place of a GPU's, and this run is "
+            "on a CPU. Set `activation_offloading: false`."
+        )
+
+
+def check_order_of_prompts(args: Any) -> None:
+    strategy = getattr(args, "train_sampling_strategy", "random")  # not there before transformers 5
+    if strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy is {strategy!r}, which needs rows whose length is known, and the student has yet "
+            "to write them. Set it to `random` or `sequential`; `balance_micro_batches: true` sorts what was written."
+        )
+
+
+def why_not_smoothed(args: Any) -> str:
+    """Why `label_smoothing_factor` would do nothing in distillation; empty where it does something."""
+    if not args.label_smoothing_factor or getattr(args, "sft_weight", 0.0):
+        return ""
+    return (
+        f"label_smoothing_factor is {args.label_smoothing_factor}, but the teacher's distribution is learnt here, not "
+        "labels: it acts on the cross-entropy of `sft_weight` alone. Set `sft_weight` (with `lmbda` below 1), or "
+        "`label_smoothing_factor: 0`."
+    )
 
 
 # (names, least, most, whether the least itself is allowed); `None` is no bound

@@ -13,6 +13,8 @@ from .config_checks import (
     check_mappings,
     check_max_tokens,
     check_numbers,
+    check_offloading,
+    check_order_of_prompts,
     check_rollouts,
     check_sampling,
     check_weights,
@@ -171,6 +173,7 @@ class SFTConfig(SecretsStayHere, RunFields, trl.SFTConfig):
         check_choice("train_on", self.train_on, TRAIN_ON)
         check_max_tokens(self)
         resolve_precision(self)
+        check_offloading(self)
         super().__post_init__()
         check_mappings(self)
 
@@ -348,6 +351,7 @@ class DistillationConfig(SecretsStayHere, RunFields, trl.DistillationConfig):
                 f"temperature is {self.temperature}; it must be above 0. It acts on sampling and on the loss."
             )
         check_weights(self)
+        check_order_of_prompts(self)
         check_max_tokens(self)
         resolve_precision(self)
         super().__post_init__()

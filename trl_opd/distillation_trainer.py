@@ -20,7 +20,7 @@ from ._trl import (
 )
 from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
-from .config_checks import check_pieces
+from .config_checks import check_order_of_prompts, check_pieces, why_not_smoothed
 from .configs import DistillationConfig
 from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER, from_trl
 from .data.report import MaskReport
@@ -41,13 +41,13 @@ from .teacher_setup import (
     restrict_sampling,
     whether_rows_leave,
 )
+from .teachers.local import LocalTeacher
 from .types import FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
 
 MAX_EMPTY_STEPS = 3
 MODEL_INPUTS = ("input_ids", "attention_mask", SIZES)
-CROSS_ENTROPY = LossSettings("cross_entropy")
 ANCHOR = LossSettings("divergence", beta=0.0, metrics=False)  # KL(base ‖ p), at temperature 1 whatever the rest has
 SPREAD = ("reward",)  # metrics of which variance and quantiles are logged as well
 METRIC_NAMES = {"entropy": "entropy"}  # TRL's own name; the others are logged as `distill/<name>`
@@ -87,6 +87,9 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
                 "Context and sequence parallelism (`parallelism_config`) are not supported for distillation, which "
                 "counts whole rows. Use DDP, FSDP or DeepSpeed ZeRO."
             )
+        check_order_of_prompts(args)
+        if why := why_not_smoothed(args):  # our own config refuses it; TRL's has always let it pass
+            logger.warning(why)
         check_layout(args, model, peft_config, quantization_config)
         model, processing_class = open_adapter(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
@@ -124,10 +127,12 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         restrict_sampling(self, teacher, self._shared_ids)
         self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
         self.teacher_model = getattr(self.teacher, "wrapped", None)
+        self._beside = tuple(m.unwrapped for m in (self.teacher, self.anchor) if isinstance(m, LocalTeacher))
 
         check_pieces(self)
         self._start_accounting()
         self._settings = args.loss_settings()
+        self._sft_settings = LossSettings("cross_entropy", label_smoothing=args.label_smoothing_factor)
         keep_4bit_gradients_right(self.model)
         self.dropout_turned_off = 0
         if args.disable_dropout is not False:
@@ -182,6 +187,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
             return global_mean(out.loss_sum, tokens)
         sums.add("distill/num_tokens_per_step", num_items, 1)
+        self._count_tokens(inputs)
         if not self._step_tokens and self.is_deepspeed_enabled:
             leave_step_out(self.accelerator, model)
         return global_mean(out.loss_sum, num_items, self.accelerator.num_processes)
@@ -207,7 +213,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         total, metrics = out.loss_sum, dict(out.metrics)
         if self.args.sft_weight and off_policy is not None:
             targets = positions.targets[off_policy]
-            sft = heads.token_loss(CROSS_ENTROPY, hidden[off_policy], head, targets=targets, ranks=self._ranks)
+            sft = heads.token_loss(self._sft_settings, hidden[off_policy], head, targets=targets, ranks=self._ranks)
             total, metrics["sft_loss"] = total + self.args.sft_weight * sft.loss_sum, sft.per_token
         if self.anchor is not None and self.args.anchor_weight:
             base_hidden, base_head = self.anchor.states(unwrapped, batch, positions)

@@ -25,6 +25,8 @@ _SHORT = {
     "completions/mean_length": "length",
     "completions/clipped_ratio": "clipped",
     "step_time": "s/step",
+    "tokens_per_second": "tokens/s",
+    "peak_memory_gib": "peak GiB",
 }
 _HIDDEN = (
     "epoch",

@@ -79,6 +79,8 @@ class RolloutTrainer(PromptData):
 
     def get_train_dataloader(self) -> DataLoader:
         """One window of prompts a rollout, `steps_per_generation` times as many batches as `Trainer` counts on."""
+        if self.args.auto_find_batch_size:
+            self._train_batch_size = self._of_whole_groups(self._train_batch_size)
         parts, per_rank = self._parts, self._train_batch_size
         self._step, self._buffered_inputs = 0, None
         rows: Any = PromptRows(self.train_dataset)
@@ -90,17 +92,30 @@ class RolloutTrainer(PromptData):
             "ranks": self.accelerator.num_processes,
             "steps": self._steps_a_window,
         }
+        in_order = getattr(self.args, "train_sampling_strategy", "random") == "sequential"
+        shuffle = bool(self.shuffle_dataset) and not in_order
         if isinstance(self.train_dataset, IterableDataset):
-            stream = self.train_dataset.shuffle(seed=self.args.seed) if self.shuffle_dataset else self.train_dataset
+            stream = self.train_dataset.shuffle(seed=self.args.seed) if shuffle else self.train_dataset
             rows = self._window_sampler = PromptStream(stream, **order)
         else:
-            self._window_sampler = WindowSampler(rows, **order, shuffle=bool(self.shuffle_dataset))
+            self._window_sampler = WindowSampler(rows, **order, shuffle=shuffle)
         return self._get_dataloader(
             dataset=rows,
             description="Training",
             batch_size=per_rank * parts,
             sampler_fn=self._get_train_sampler,
             is_training=True,
+        )
+
+    def _of_whole_groups(self, batch: int) -> int:
+        """The largest batch up to this one of which a rollout holds all `num_generations` of each prompt."""
+        copies, others = self.args.num_generations, self._parts * self.accelerator.num_processes
+        for size in range(batch, 0, -1):
+            if size * others % copies == 0:
+                return size
+        raise ValueError(
+            f"auto_find_batch_size: no batch of {batch} rows or fewer holds whole groups of `num_generations: "
+            f"{copies}`. Lower `num_generations` or `max_completion_length`, or raise `gradient_accumulation_steps`."
         )
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

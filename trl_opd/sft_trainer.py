@@ -22,7 +22,7 @@ from ._trl import (
     upgrade_config,
 )
 from .checks.dropout import turn_off_dropout
-from .config_checks import check_pieces
+from .config_checks import check_offloading, check_pieces
 from .configs import SFTConfig
 from .data.collate import POSITIONS, ROWS, SIZES, CheckedCollator, regrouped
 from .data.prepare import RowPolicy, prepare_sft
@@ -74,6 +74,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         # TRL cuts what is too long without a word: a config of its own means that, and we count it
         args = upgrade_config(args, SFTConfig, f"{name.split('/')[-1]}-SFT", overflow="cut")
+        check_offloading(args)
         check_layout(args, model, peft_config, quantization_config)
         model, processing_class = open_adapter(
             model, processing_class, args, quantization_config=quantization_config, peft_config=peft_config
@@ -225,6 +226,8 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         """
         if self._trl_does_it or return_outputs or "labels" not in inputs:
             inputs = {key: value for key, value in inputs.items() if key not in (POSITIONS, ROWS, SIZES)}
+            if model.training and "input_ids" in inputs:
+                self._count_tokens(inputs)
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return loss if return_outputs else self._note_loss(loss, inputs)
         return self._sum_of_pieces(model, inputs, lambda piece: self._loss(model, dict(piece), num_items_in_batch))
@@ -241,7 +244,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         if self._mode == "eval":
             self._count_evaluated(out.per_token, positions, inputs["labels"].size(0))
         else:
-            self._total_train_tokens += _num_tokens(inputs)
+            self._total_train_tokens += self._count_tokens(inputs)
         if num_items is None:
             return global_mean(loss_sum, tokens)
         sums.add("sft/num_tokens_per_step", on_device(num_items, loss_sum), 1)
@@ -256,6 +259,14 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             targets=positions.targets,
             ranks=self._ranks,
         )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._tokens_before = torch.as_tensor(self._total_train_tokens).clone()
+        return super().train(*args, **kwargs)
+
+    def _count_anew(self) -> None:
+        super()._count_anew()
+        self._total_train_tokens = self._tokens_before.clone()
 
     def _own_state(self) -> dict[str, Any]:
         """With the tokens that this process has seen."""
@@ -287,11 +298,3 @@ def _count(batch: dict[str, Any], device: torch.device) -> torch.Tensor:
     if POSITIONS in batch:
         return torch.full((), len(batch[POSITIONS]), device=device)
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
-
-
-def _num_tokens(inputs: dict[str, Any]) -> torch.Tensor:
-    """Real tokens of the rows that count: a row that only evens out the ranks has no label."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        return torch.tensor(inputs["input_ids"].numel())
-    return (mask * (inputs["labels"] != IGNORE_INDEX).any(1, keepdim=True)).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate.logging import get_logger
 from . import heads
 from ._trl import ForwardRedirection, attention_of
 from .checkpointed_trainer import CheckpointedTrainer
+from .compiled import backbones_for
 from .data.collate import SIZES
 from .data.pieces import pieces
 from .data.report import MaskReport
@@ -21,7 +23,8 @@ from .layouts import gathered, shards_weights
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .nonfinite import NonFiniteGuard
-from .types import FusedOutput, TrainedPositions
+from .throughput import Stopwatch, peak_memory_gib
+from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
 logger = get_logger(__name__)
 
@@ -35,17 +38,21 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     data_collator: Any
     model: Any
     _tr_loss: torch.Tensor
+    _train_batch_size: int
     _total_loss_scalar: float
     _globalstep_last_logged: int
     _buffered_inputs: Any
     data_reports: list[MaskReport]
     is_fsdp_enabled: bool
+    _beside: tuple[Any, ...] = ()  # frozen models that score beside the trained one
     _metrics: dict[str, Any]
 
     def _start_accounting(self) -> None:
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         self._eval_total = torch.zeros(2, dtype=torch.float64)  # loss sum and trained tokens of an evaluation
         self._window_sampler: WindowSampler | PromptStream | None = None
+        self._stopwatch, self._tokens_since_log = Stopwatch(), torch.zeros((), device=self.accelerator.device)
+        self._compiled = backbones_for(self)
         self._start_guard()
 
     def _note_report(self, report: MaskReport) -> None:
@@ -59,7 +66,53 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         # shards, so a resumed run would replay epoch 0
         if self._window_sampler is not None:
             self._window_sampler.set_epoch(kwargs["epoch"])
+        if kwargs["epoch"] == kwargs["epochs_trained"]:
+            self._count_anew()
         return super()._run_epoch(*args, **kwargs)
+
+    def _count_anew(self) -> None:
+        """Forget what was counted of steps that this run does not go on from, where `auto_find_batch_size` has ended
+        them."""
+        self._stopwatch.stop()
+        self._tokens_since_log.zero_()
+        if self.args.auto_find_batch_size:
+            self._sums["train"] = MetricSums()
+            self._metrics["train"].clear()
+            if self._train_batch_size != self.args.train_batch_size:
+                logger.warning(
+                    f"auto_find_batch_size: {self._train_batch_size} rows a micro-batch in the place of "
+                    f"{self.args.train_batch_size}, which memory does not hold. Counts, rows and schedule start again; "
+                    "steps that were taken before are in the weights."
+                )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._stopwatch.start()
+        return super().training_step(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        self._stopwatch.leave_out(began)
+
+    def _count_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Add the real tokens of a training micro-batch to those since the last log, and return them, (). A row that
+        only evens out the ranks has no label and does not count."""
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        if mask is None or mask.dim() != 2 or labels is None:
+            tokens = torch.tensor(inputs["input_ids"].numel())
+        else:
+            tokens = (mask * (labels != IGNORE_INDEX).any(1, keepdim=True)).sum()
+        self._tokens_since_log += tokens
+        return tokens
+
+    def _throughput(self) -> dict[str, float]:
+        """`tokens_per_second` of all ranks since the last log, and the `peak_memory_gib` of the rank with the most."""
+        seconds, device = self._stopwatch.lap(), self.accelerator.device
+        here = torch.stack([self._tokens_since_log, torch.full((), peak_memory_gib(device), device=device)])
+        tokens, peaks = self.accelerator.gather(here.unsqueeze(0)).cpu().unbind(1)
+        self._tokens_since_log.zero_()
+        rate = {"tokens_per_second": float(tokens.sum()) / seconds} if seconds else {}
+        return {**rate, "peak_memory_gib": float(peaks.max())}
 
     def _own_state(self) -> dict[str, Any]:
         """What has been counted since the last log: the next one is then that of a run that never stopped."""
@@ -94,7 +147,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         unwrapped, kept = self.accelerator.unwrap_model(model), []
 
         def scored(*_: Any) -> tuple:
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), self._compiled.used(unwrapped, *self._beside):
                 out = score(unwrapped, *args)  # not what came through the wrapper: FSDP casts all floats
             kept.append(out)
             return out.loss_sum, out.per_token, out.metrics  # wrappers look for tensors in tuples and dicts only
@@ -110,6 +163,8 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         inner = heads.causal_lm(model)
         attention = attention_of(inner)
         why_not = why_padded(inner.base_model, attention)
+        if model is self.model and self.args.neftune_noise_alpha:
+            why_not = why_not or "NEFTune's noise goes by the length of the padded rows"
         logger.info(f"{whose}: padding is {f'kept: {why_not}' if why_not else f'left out ({attention})'}")
         return not why_not
 
@@ -179,4 +234,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         if "loss" in logs or any(key.endswith("_runtime") for key in logs):
             for name, value in self._sums[self._mode].pop_means(self.accelerator.gather).items():
                 self._metrics[self._mode][name] = [value]
+        if "loss" in logs:
+            for name, value in self._throughput().items():
+                self._metrics["train"][name] = [value]
         super().log(logs, start_time)
