@@ -12,8 +12,14 @@ from trl_opd import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrain
 
 JOBS = ("sft", "distill")
 MODELS = ("full", "lora")
-LORA = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 FEW = {"max_steps": 1, "per_device_train_batch_size": 4}
+
+
+def lora():
+    """A config of its own for every model: peft writes the names of one model's layers into it."""
+    return LoraConfig(
+        r=4, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
 
 
 def each(name, jobs=JOBS, models=MODELS, how="tested"):
@@ -52,7 +58,7 @@ def trainer_of(
         "train_dataset": rows,
         "eval_dataset": eval_rows,
         "processing_class": tokenizer(),
-        "peft_config": (peft_config or LORA) if model == "lora" else None,
+        "peft_config": (peft_config or lora()) if model == "lora" else None,
         "callbacks": list(callbacks),
         "optimizers": optimizers,
         **(kwargs or {}),

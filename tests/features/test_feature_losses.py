@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import trl
-from feature_jobs import JOBS, LORA, MODELS, each, logs, trained, trainer_of
+from feature_jobs import JOBS, MODELS, each, logs, lora, trained, trainer_of
 from plain import gradients_of, mean_over_tokens
 from test_nonfinite import poisoned
 from test_objective_wiring import log_pq, row_logits, rows_of, seeded_peft
@@ -17,7 +17,7 @@ from trl_opd import DistillationConfig, DistillationTrainer
 
 
 def student(model):
-    return qwen3() if model == "full" else seeded_peft(qwen3(), LORA)
+    return qwen3() if model == "full" else seeded_peft(qwen3(), lora())
 
 
 def smoothed(model, prompt, completion, share=0.3):
