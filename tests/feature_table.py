@@ -90,6 +90,18 @@ An empty cell has no test. Each word leads to the test's file.
 is not counted.
 """
 
+NOTES = """\
+## What the empty cells are
+
+- LoRA on the head, QLoRA, DoRA and adapter folders are adapters: there is nothing to fill for full training.
+- `compute_metrics` and `compute_loss_func`: TRL's `DistillationTrainer` takes neither, and so does ours.
+- Mixture-of-experts auxiliary loss: TRL's `DistillationTrainer` does not add one, nor does ours.
+- Context and sequence parallelism in sft go to TRL's code, with a logged line; no test trains with them.
+- `activation_offloading` in sft is TRL's own and needs a GPU: no test trains with it, and on a CPU it is refused. TRL's
+  `DistillationConfig` has no such field; a recipe that sets it is told so.
+- Paged optimizers: on a CPU bitsandbytes pages nothing, and warns; their steps are what is tested.
+"""
+
 
 @dataclass
 class Collected:
@@ -152,7 +164,7 @@ def page(cells: Cells) -> str:
             texts = (_shown(cells.get((name, *column), set())) for column in COLUMNS)
             lines.append(f"| {name} | {' | '.join(texts)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, NOTES])
 
 
 def _shown(cell: set[tuple[str, str]]) -> str:

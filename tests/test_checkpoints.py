@@ -202,6 +202,9 @@ def test_a_model_without_its_optimizer_is_not_gone_on_from_unasked(run):
 # --- which are kept --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "`load_best_model_at_end`, `metric_for_best_model`, `save_total_limit`", job="sft", model="full"
+)
 def test_the_best_one_is_kept_and_loaded_and_never_named_by_its_staging_folder(tmp_path):
     options = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_strategy": "steps"}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
@@ -267,7 +270,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def _resuming(name):
+    job, options = CASES[name]
+    model = "lora" if "peft_config" in options else "full"
+    return pytest.param(name, marks=pytest.mark.feature("Resuming", job=job, model=model))
+
+
+@pytest.mark.parametrize("name", map(_resuming, CASES))
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path, name):
     """Stopped inside a logging window and, where there is one, inside a rollout: weights and logs are the same."""
     job, options = CASES[name]

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from safetensors import safe_open
 from tiny import qwen3, tokenizer
 from training import text_rows
 
@@ -54,6 +55,7 @@ def start(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("job", ["sft", "distill"])
+@pytest.mark.feature("Parameters and dtypes at start", model="full")
 def test_a_recipe_becomes_a_saved_model(start, tmp_path, job):
     code, out, _ = start(job, "--max_steps", "1", dataset_name="split", eval_strategy="steps", eval_steps=1)
     assert code == 0
@@ -80,15 +82,22 @@ def test_a_recipe_becomes_a_saved_model(start, tmp_path, job):
     assert model.config.use_cache is True
 
 
-@pytest.mark.parametrize("flags", [{"use_peft": True}, {"use_peft": True, "use_dora": True}], ids=["lora", "dora"])
+DORA = pytest.param({"use_peft": True, "use_dora": True}, marks=pytest.mark.feature("DoRA", model="lora"), id="dora")
+
+
+@pytest.mark.feature("Parameters and dtypes at start", model="lora")
+@pytest.mark.parametrize("flags", [pytest.param({"use_peft": True}, id="lora"), DORA])
 @pytest.mark.parametrize("job", ["sft", "distill"])
 def test_adapters(start, tmp_path, job, flags):
     code, out, _ = start(job, lora_target_modules="all-linear", **flags)
-    assert code == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert code == 0
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as saved:
+        assert any("lora_magnitude_vector" in name for name in saved.keys()) == flags.get("use_dora", False)  # noqa: SIM118
     assert "trained (" in out and "(100.00%)" not in out
 
 
 @pytest.mark.parametrize("job", ["sft", "distill"])
+@pytest.mark.feature("QLoRA", model="lora")
 def test_qlora(start, tmp_path, job):
     code, _, _ = start(job, use_peft=True, load_in_4bit=True, lora_target_modules="all-linear")
     assert code == 0 and (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -193,6 +193,7 @@ def test_rollouts_are_in_eval_mode_seeded_and_leave_the_random_state(tmp_path):
     assert modes == [False] * 3 and trainer.model.training and torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.feature("Evaluation on generated text", job="distill", model="full")
 def test_evaluating_twice_gives_one_value_in_both_modes(tmp_path):
     trainer, _ = build(DistillationTrainer, DistillationConfig, tmp_path, fixed=False)
     for rows in (text_rows(5), text_rows(5).remove_columns("completion")):

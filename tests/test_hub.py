@@ -64,6 +64,7 @@ def start(tmp_path):
     return start
 
 
+@pytest.mark.feature("`push_to_hub`", job="sft", model="full")
 def test_a_recipe_pushes_each_checkpoint_to_its_branch(start, hub_calls, caplog):
     """open-r1's callback: branches from the first commit, no optimizer state. Each save deletes the checkpoint before
     it, and waits until that is pushed."""

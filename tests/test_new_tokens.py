@@ -52,6 +52,7 @@ def sft(base, out, peft_config=None, rows=None, callbacks=None, **values):
     )
 
 
+@pytest.mark.feature("New tokens and resized embeddings", job="sft", model="full")
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_learns_new_tokens_and_keeps_them(bases, tmp_path, tied):
     before = Qwen3ForCausalLM.from_pretrained(bases[tied])
@@ -80,6 +81,7 @@ def test_a_model_learns_new_tokens_and_keeps_them(bases, tmp_path, tied):
     assert tok.decode([OPEN, CLOSE], skip_special_tokens=True) == "<think></think>"  # they are no special tokens
 
 
+@pytest.mark.feature("New tokens and resized embeddings", job="sft", model="lora")
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_adapter_trains_the_rows_of_new_tokens_and_keeps_them(bases, tmp_path, tied):
     """Gradients are those of full logits; the config that was passed stays as it was; the adapter goes on."""
@@ -294,7 +296,13 @@ def teacher(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("peft", [False, True])
+NEW_TOKENS = [
+    pytest.param(peft, marks=pytest.mark.feature("New tokens and resized embeddings", job="distill", model=model))
+    for peft, model in ((False, "full"), (True, "lora"))
+]
+
+
+@pytest.mark.parametrize("peft", NEW_TOKENS)
 def test_a_teacher_that_lacks_them_is_asked_about_shared_ids_only(bases, teacher, tmp_path, peft):
     """Neither sampled nor in the loss; and the base that an anchor holds has the same rows as the student."""
     trainer = DistillationTrainer(

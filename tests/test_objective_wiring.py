@@ -121,7 +121,12 @@ def test_metrics_are_those_of_the_two_models(tmp_path):
     assert "entropy" in quiet and not any(name in quiet for name in expected if name != "entropy")
 
 
-@pytest.mark.parametrize("option", [{"label_smoothing_factor": 0.1}, {"loss_type": "dft"}], ids=str)
+SMOOTHED = pytest.mark.feature("`label_smoothing_factor`", job="sft", model="full")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param({"label_smoothing_factor": 0.1}, marks=SMOOTHED), {"loss_type": "dft"}], ids=str
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_sft_options_equal_trl(tmp_path, option, accumulation):
     import trl
@@ -155,6 +160,7 @@ def seeded_peft(model, config, seed=7):
     return peft
 
 
+@pytest.mark.feature("LoRA on the head", job="distill", model="lora")
 @pytest.mark.parametrize("case", HEADS)
 def test_an_adapter_on_the_students_head_is_trained(tmp_path, case):
     make, config = HEADS[case]
@@ -176,6 +182,7 @@ def test_an_adapter_on_the_teachers_head_is_seen(tmp_path, case):
     assert_same_gradients(ours, gradients_of(loss, student), rtol=1e-4)
 
 
+@pytest.mark.feature("LoRA on the head", job="sft", model="lora")
 @pytest.mark.parametrize("case", HEADS)
 def test_sft_trains_an_adapter_on_the_head(tmp_path, case):
     make, config = HEADS[case]
@@ -216,8 +223,16 @@ def cohere(seed=0):
     return CohereForCausalLM(config)
 
 
+SCALED = [
+    pytest.param(
+        peft, marks=pytest.mark.feature("Gemma-, Cohere- and Granite-style heads", job="distill", model=model), id=name
+    )
+    for peft, model, name in ((None, "full", "plain"), (ON_HEAD, "lora", "LoRA on it"))
+]
+
+
 @pytest.mark.parametrize("make", [gemma2, cohere])
-@pytest.mark.parametrize("peft", [None, ON_HEAD], ids=["plain", "LoRA on it"])
+@pytest.mark.parametrize("peft", SCALED)
 def test_softcap_and_scale_on_both_sides(tmp_path, make, peft):
     def students():
         return make() if peft is None else seeded_peft(make(), peft)

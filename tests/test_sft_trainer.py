@@ -93,6 +93,7 @@ def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path):
     assert losses[0] == pytest.approx(total / count, rel=1e-4)
 
 
+@pytest.mark.feature("`compute_metrics`", job="sft", model="full")
 def test_metrics_of_the_user_reach_log_and_checkpoint(tmp_path):
     """They are computed by TRL's code, from its logits, with the count of the tokens that ours has seen."""
     every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
@@ -134,6 +135,7 @@ def test_a_trl_script_with_the_import_changed_trains(tmp_path, config, monkeypat
     assert not torch.equal(before, model.model.embed_tokens.weight)
 
 
+@pytest.mark.feature("`compute_loss_func`", job="sft", model="full", how="delegated")
 def test_trl_computes_the_loss_where_the_models_own_forward_is_needed(tmp_path, caplog):
     def doubled(outputs, labels, num_items_in_batch=None):
         logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()

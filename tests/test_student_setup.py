@@ -32,6 +32,7 @@ def adapter(tmp_path):
     return str(tmp_path / "sft"), base
 
 
+@pytest.mark.feature("An adapter folder as the starting model", job="distill", model="lora")
 def test_distill_goes_on_training_the_adapter_of_sft(tmp_path, adapter):
     folder, base = adapter
     recorder = Gradients()
@@ -75,6 +76,7 @@ def test_another_adapter_on_top_is_refused(tmp_path, adapter):
         )
 
 
+@pytest.mark.feature("An adapter folder as the starting model", job="sft", model="lora")
 def test_sft_goes_on_too(tmp_path, adapter):
     load = {"revision": "main", "dtype": None}  # as the command line gives them, whatever the model
     args = SFTConfig(str(tmp_path / "out"), **QUIET | {"max_steps": 1, "model_init_kwargs": load})

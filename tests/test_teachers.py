@@ -29,7 +29,12 @@ def saved(model, folder, **tokens):
 # --- base and adapter ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+CHECKPOINTED = pytest.mark.feature(
+    "`gradient_checkpointing` with the base as teacher", job="distill", model="lora"
+)
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=CHECKPOINTED)])
 @pytest.mark.parametrize("config", [LORA, ON_HEAD, COPIED], ids=["body", "LoRA on the head", "copied head"])
 def test_base_teacher_is_the_student_without_its_adapter(tmp_path, config, checkpointing):
     student = seeded_peft(llama(), config)
@@ -122,6 +127,7 @@ def test_a_quantised_teacher_scores_near_its_own_weights(tmp_path, bits):
     assert any(type(m).__name__.startswith(f"Linear{bits}bit") for m in trainer.teacher_model.modules())
 
 
+@pytest.mark.feature("QLoRA", job="distill", model="lora")
 def test_a_4bit_student_has_right_gradients_after_a_rollout_and_an_evaluation(tmp_path):
     """Its first forward in eval mode would repack the weights into a kernel without backward."""
     from transformers import BitsAndBytesConfig

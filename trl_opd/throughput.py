@@ -1,4 +1,4 @@
-"""Tokens per second and peak memory, as they are logged: the time is that of training, without evaluations and saves."""
+"""Tokens per second and peak memory, as they are logged: the time of training, without evaluations and saves."""
 
 from __future__ import annotations
 

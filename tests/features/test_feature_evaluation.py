@@ -116,7 +116,7 @@ def test_an_early_stop(tmp_path, job, model):
 
 @each("`load_best_model_at_end`, `metric_for_best_model`, `save_total_limit`")
 def test_the_best_of_a_metric_of_ones_own(tmp_path, job, model):
-    """The step of the highest `eval_entropy` is all that `save_total_limit: 1` keeps, and its weights are the ones at the
+    """The step of the highest `eval_entropy` is all that `save_total_limit: 1` keeps, and its weights are those at the
     end."""
     options = EVERY_STEP | {"load_best_model_at_end": True, "metric_for_best_model": "entropy", "max_steps": 4}
     options |= {"greater_is_better": True, "save_total_limit": 1, "eval_rows": text_rows(3), "fixed": False}

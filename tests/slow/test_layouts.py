@@ -53,6 +53,16 @@ EACH = [
 ]
 
 
+def showing(feature, layouts, pairs):
+    """The pairs of layout and cell, with the mark that the plain cells of these layouts show a feature."""
+    shown = []
+    for pair in pairs:
+        layout, (job, model, _) = pair.values[0], pair.values[1].split("-")
+        marks = [pytest.mark.feature(feature, job=job, model=model)] if job in ("sft", "distill") else []
+        shown.append(pytest.param(*pair.values, marks=[*pair.marks, *(marks if layout in layouts else [])]))
+    return shown
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """`launched(layout, phase)`: a folder a cell, after one launch that is made when it is first asked for."""
@@ -143,7 +153,7 @@ def largest_difference(ours, theirs, start):
     return worst
 
 
-@pytest.mark.parametrize("layout, cell", EACH)
+@pytest.mark.parametrize("layout, cell", showing("Weights saved whole under ZeRO-3", ("zero3",), EACH))
 def test_a_layout_trains_as_one_process_does(launched, layout, cell):
     (two, folder), (one, reference) = result(launched, layout, cell), result(launched, "one", cell)
     _, wrapper, stage = LAYOUTS[layout]
@@ -196,7 +206,10 @@ def test_one_process_goes_on_to_the_same_weights(launched, layout, cell):
     assert_resumed(launched, layout, cell)
 
 
-@pytest.mark.parametrize("layout, cell", [pair for pair in EACH if pair.values[1] in RESUMED])
+ON_NEW_PROCESSES = [pair for pair in EACH if pair.values[1] in RESUMED]
+
+
+@pytest.mark.parametrize("layout, cell", showing("Resuming under ZeRO", ("zero2", "zero3"), ON_NEW_PROCESSES))
 def test_new_processes_go_on_to_the_same_weights(launched, layout, cell):
     assert_resumed(launched, layout, cell)
 
