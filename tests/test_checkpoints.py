@@ -202,9 +202,7 @@ def test_a_model_without_its_optimizer_is_not_gone_on_from_unasked(run):
 # --- which are kept --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature(
-    "`load_best_model_at_end`, `metric_for_best_model`, `save_total_limit`", job="sft", model="full"
-)
+@pytest.mark.feature("`load_best_model_at_end`, `metric_for_best_model`, `save_total_limit`", job="sft", model="full")
 def test_the_best_one_is_kept_and_loaded_and_never_named_by_its_staging_folder(tmp_path):
     options = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "save_strategy": "steps"}
     options |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}

@@ -29,9 +29,7 @@ def saved(model, folder, **tokens):
 # --- base and adapter ------------------------------------------------------------------------------------------------
 
 
-CHECKPOINTED = pytest.mark.feature(
-    "`gradient_checkpointing` with the base as teacher", job="distill", model="lora"
-)
+CHECKPOINTED = pytest.mark.feature("`gradient_checkpointing` with the base as teacher", job="distill", model="lora")
 
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=CHECKPOINTED)])

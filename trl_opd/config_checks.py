@@ -154,7 +154,7 @@ def check_order_of_prompts(args: Any) -> None:
 
 def why_not_smoothed(args: Any) -> str:
     """Why `label_smoothing_factor` would do nothing in distillation; empty where it does something."""
-    if not args.label_smoothing_factor or getattr(args, "sft_weight", 0.0):
+    if not args.label_smoothing_factor or getattr(args, "sft_weight", None):  # not there in a config of TRL's
         return ""
     return (
         f"label_smoothing_factor is {args.label_smoothing_factor}, but the teacher's distribution is learnt here, not "

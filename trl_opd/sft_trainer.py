@@ -261,7 +261,8 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._tokens_before = torch.as_tensor(self._total_train_tokens).clone()
+        total: Any = self._total_train_tokens  # type: ignore[has-type]
+        self._tokens_before = torch.as_tensor(total).clone()
         return super().train(*args, **kwargs)
 
     def _count_anew(self) -> None:

@@ -29,9 +29,6 @@ def test_other_versions_are_said_and_the_run_goes_on(tmp_path, job, model, caplo
 @each("`push_to_hub`")
 def test_a_saved_checkpoint_is_pushed_whole(tmp_path, job, model, hub_calls, monkeypatch):  # noqa: F811
 
-
-
-
     pushed = []
     monkeypatch.setattr(
         transformers.Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, os.listdir(folder)))
