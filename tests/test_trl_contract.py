@@ -28,7 +28,6 @@ OVERRIDDEN = [
     (DistillationTrainer, trl.DistillationTrainer, "training_step"),
     (DistillationTrainer, trl.DistillationTrainer, "prediction_step"),
     (SFTTrainer, transformers.Trainer, "_get_grad_norm"),
-    (DistillationTrainer, transformers.Trainer, "_maybe_log_save_evaluate"),
 ]
 
 
@@ -64,6 +63,7 @@ def test_the_norm_is_asked_for_before_every_optimizer_step():
     order = ["self.training_step(", "self._tr_loss += tr_loss_step", "self._get_grad_norm(", "self.optimizer.step()"]
     assert [source.count(part) for part in order] == [1] * 4
     assert sorted(order, key=source.index) == order
+    assert source.count("self._maybe_log_save_evaluate(") == 1  # whose time is not that of training
     assert "self._load_from_checkpoint(" in inspect.getsource(transformers.Trainer.train)
 
 
@@ -122,6 +122,11 @@ def test_flash_attention_is_told_where_rows_end_by_these_names():
     assert names <= set(FlashAttentionKwargs.__annotations__)
     assert _trl.attention_of(qwen3(attn_implementation="eager")) == "eager"
     assert _trl.attention_of(qwen3()) == "sdpa"
+
+
+def test_modules_are_called_through_what_compile_sets():
+    assert "self._compiled_call_impl = torch.compile(self._call_impl" in inspect.getsource(torch.nn.Module.compile)
+    assert "if self._compiled_call_impl is not None" in inspect.getsource(torch.nn.Module._wrapped_call_impl)
 
 
 def test_what_we_set_on_a_deepspeed_engine_is_what_it_reads():

@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -58,18 +59,29 @@ def test_trackio(runs, job, model):
     assert losses == pytest.approx(logged(runs, "trackio", job, model)) and len(losses) == 2
 
 
+def records(file):
+    """The records of a `.wandb` file: after a header of 7 bytes, blocks of 32 KiB with chunks of checksum (4 bytes),
+    length (2) and kind (1), of which 1 is whole, 2 to 4 begin, go on and end one."""
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for a chunk: the rest of a block is empty
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
 @each("Weights & Biases, offline")
 def test_wandb(runs, job, model):
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+    from wandb.proto.wandb_internal_pb2 import Record
 
     found = {}
     for file in (runs / "wandb_dir" / "wandb").glob("offline-run-*/*.wandb"):
-        store, name, losses = DataStore(), None, []
-        store.open_for_scan(str(file))
-        while data := store.scan_data():
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
+        name, losses = None, []
+        for record in map(Record.FromString, records(file)):
             name = record.run.display_name or name
             for item in record.history.item:
                 if (item.key or ".".join(item.nested_key)) == "train/loss":
