@@ -63,7 +63,7 @@ def test_the_norm_is_asked_for_before_every_optimizer_step():
     order = ["self.training_step(", "self._tr_loss += tr_loss_step", "self._get_grad_norm(", "self.optimizer.step()"]
     assert [source.count(part) for part in order] == [1] * 4
     assert sorted(order, key=source.index) == order
-    assert source.count("self._maybe_log_save_evaluate(") == 1  # whose time is not that of training
+    assert "self._maybe_log_save_evaluate(" in source  # whose time is not that of training
     assert "self._load_from_checkpoint(" in inspect.getsource(transformers.Trainer.train)
 
 
