@@ -79,6 +79,17 @@ def test_greedy_tokens_are_those_of_generate(make, padded):
     assert "generate" not in vars(model)
 
 
+def test_a_generate_that_a_script_has_replaced_is_called_as_it_is():
+    """Another way of writing, put in place of `model.generate`: it stays, and gets no argument it may not know."""
+    model = qwen3().eval()
+    ids = batch()["input_ids"]
+    model.generate = lambda input_ids: torch.cat([input_ids, input_ids], dim=1)
+    for _ in range(2):
+        with ended_rows_leave(model):
+            assert model.generate(input_ids=ids).shape == (5, 12)
+    assert why_rows_stay(model, config()) == "the model's `generate` was replaced"
+
+
 def test_processors_that_count_from_the_prompt_still_do():
     """`min_new_tokens` looks at the length of the prompt, `no_repeat_ngram_size` at all tokens."""
     model = qwen3().eval()

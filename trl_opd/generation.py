@@ -35,6 +35,7 @@ def why_rows_stay(model: Any, config: GenerationConfig) -> str:
     held = [f"`{name}`" for name, plain in _OF_THE_BATCH.items() if (asked(name) or plain) != plain]
     layers = DynamicCache(config=model.config).layers
     reasons = {
+        "the model's `generate` was replaced": "generate" in vars(model),
         f"generation is {mode.value}": mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH),
         "there is no cache": config.use_cache is False,
         "`cache_implementation` is set": bool(asked("cache_implementation")),
@@ -49,9 +50,11 @@ def why_rows_stay(model: Any, config: GenerationConfig) -> str:
 
 @contextmanager
 def ended_rows_leave(model: Any) -> Iterator[None]:
-    """Within it, `model.generate` samples by `sample_and_leave`."""
-    generate = model.generate
-    model.generate = partial(generate, custom_generate=sample_and_leave)
+    """Within it, `model.generate` samples by `sample_and_leave`; one that was replaced on this model is left alone."""
+    if "generate" in vars(model):
+        yield
+        return
+    model.generate = partial(model.generate, custom_generate=sample_and_leave)
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from datasets import load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .classes import exchange
+from .differs import expected
 from .rows import DATASETS, write_dataset
 from .standins import MODELS, WITH_REAL_IDS, full_name, write_model
 from .words import tokenizer
@@ -90,3 +91,24 @@ def test_from_trl_import_gives_our_classes(monkeypatch):
     assert trl.SFTTrainer is trl_opd.SFTTrainer and trl.SFTConfig is not trl_opd.SFTConfig
     exchange("ours")
     assert trl.DistillationConfig is trl_opd.DistillationConfig
+
+
+@pytest.mark.parametrize(
+    ("test", "classes", "other_teacher", "why"),
+    [
+        ("test_sft_trainer::test_train_packing[bfd]", "ours", False, "rows over `max_length` are an error"),
+        ("test_sft_trainer::test_train_packing[bfd]", "trainers", False, None),
+        ("test_sft_trainer::test_train_packing[wrapped]", "ours", False, None),
+        ("test_sft_trainer::test_train", "ours", False, None),
+        ("test_distillation_trainer::test_train_vlm[a]", "ours", False, "the student's own checkpoint is no teacher"),
+        ("test_distillation_trainer::test_train_vlm[a]", "ours", True, "no images in distillation"),
+        ("test_distillation_trainer::test_train_vlm[a]", "trl", False, None),
+    ],
+)
+def test_what_is_known_to_differ_has_to_fail_in_that_way(test, classes, other_teacher, why):
+    mark = expected(*test.split("::"), classes, other_teacher)
+    if why is None:
+        assert mark is None
+        return
+    assert (mark.kwargs["reason"], mark.kwargs["strict"]) == (why, True)
+    assert not mark.kwargs["raises"].matches(ValueError("another error"))
