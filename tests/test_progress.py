@@ -10,6 +10,10 @@ def test_a_log_is_one_line_with_the_main_names_first():
     assert line(logs, 7) == "step     7  eval loss 0.5  eval_bleu 30"
 
 
+def test_large_numbers_are_written_out():
+    assert line({"tokens_per_second": 13934.6, "loss": 0.1}, 3) == "step     3  loss 0.1  tokens/s 13,935"
+
+
 def test_steps_without_a_trained_token_are_never_hidden():
     assert "distill/empty_steps 0.5" in line({"distill/empty_steps": 0.5}, 1)
     assert "empty" not in line({"distill/empty_steps": 0.0}, 1)

@@ -47,8 +47,13 @@ def line(logs: dict[str, Any], step: int) -> str:
     """A log as one line, the main names first; a name that we do not know is shown as it is."""
     known = [(short, logs[name]) for name, short in _SHORT.items() if name in logs]
     other = [(name, value) for name, value in logs.items() if name not in _SHORT and _is_worth_a_look(name, value)]
-    shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in known + other)
-    return f"step {step:>5}  " + "  ".join(shown)
+    return f"step {step:>5}  " + "  ".join(f"{name} {_shown(value)}" for name, value in known + other)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _is_worth_a_look(name: str, value: Any) -> bool:
