@@ -141,9 +141,11 @@ def test_trl_computes_the_loss_where_the_models_own_forward_is_needed(tmp_path, 
         logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
         return 2 * torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
-    ours, _ = gradients(SFTTrainer, SFTConfig, tmp_path, compute_loss_func=doubled)
-    theirs, _ = gradients(trl.SFTTrainer, trl.SFTConfig, tmp_path, compute_loss_func=doubled)
+    same = {"compute_loss_func": doubled, "save_strategy": "steps", "save_steps": 1}  # a log goes into its checkpoint
+    ours, log = gradients(SFTTrainer, SFTConfig, tmp_path, **same)
+    theirs, trl_log = gradients(trl.SFTTrainer, trl.SFTConfig, tmp_path / "trl", **same)
     assert_same_gradients(ours, theirs, rtol=1e-5)
+    assert log["num_tokens"] == trl_log["num_tokens"]
     assert "computed by TRL's own code: compute_loss_func was passed" in caplog.text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -261,13 +262,12 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        total: Any = self._total_train_tokens  # type: ignore[has-type]
-        self._tokens_before = torch.as_tensor(total).clone()
+        self._tokens_before: Any = deepcopy(self._total_train_tokens)  # type: ignore[has-type]
         return super().train(*args, **kwargs)
 
     def _count_anew(self) -> None:
         super()._count_anew()
-        self._total_train_tokens = self._tokens_before.clone()
+        self._total_train_tokens = deepcopy(self._tokens_before)  # a number, in the logs, where TRL's own code counts
 
     def _own_state(self) -> dict[str, Any]:
         """With the tokens that this process has seen."""
