@@ -1,5 +1,8 @@
 """Balanced micro-batches: the rows of a step sorted by length, with the gradient, metrics and order they had before."""
 
+import random
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from test_distillation_trainer import build
@@ -8,7 +11,7 @@ from tiny import qwen3, tokenizer
 from training import LENGTHS, QUIET, Gradients, assert_same_gradients, text_rows
 
 from trl_opd import SFTConfig, SFTTrainer
-from trl_opd.balance import deal, micro_batches, row_lengths
+from trl_opd.balance import PASS_TOKENS, deal, micro_batches, row_lengths, sizes_by_tokens
 from trl_opd.types import Rollout
 
 X = -100
@@ -77,7 +80,7 @@ def test_a_balanced_rollout_gives_the_same_step_on_less_padding(tmp_path):
     assert sum(b * t for b, t in balanced) < sum(b * t for b, t in plain)
     assert_same_gradients(steps[0], plain_steps[0], rtol=1e-5)
     for name, value in plain_logs[0].items():
-        if not name.endswith(("time", "runtime", "per_second")):
+        if not name.endswith(("time", "runtime", "per_second", "gib")):
             assert logs[0][name] == pytest.approx(value, rel=1e-5), name
     import pandas
 
@@ -100,10 +103,93 @@ def test_rows_stay_in_their_step_and_keep_their_log_probs(tmp_path):
     assert logs[1]["distill/importance_ratio"] != pytest.approx(1.0, abs=1e-3)
 
 
-def test_rows_without_a_trained_token_cost_one_token(tmp_path):
-    """3 prompts in a window of 4: the filler repeats one of them, of which nothing is trained."""
+def test_a_row_without_a_trained_token_takes_no_pass(tmp_path):
+    """3 prompts of 2, 4 and 6 letters in a window of 4, with completions of 2, 41 and 4 tokens. The filler repeats one
+    of them and trains nothing: it is one token beside rows of 4 and 10."""
     _, _, seen, _ = distilled(tmp_path, True, n=3, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    assert sorted(t for _, t in seen)[0] == 1 and len(seen) == 4
+    assert seen == [(1, 45), (3, 10)]
+
+
+def tokens_of(lengths, sizes):
+    """Tokens of each micro-batch, with padding."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [size * lengths[end - size] for size, end in zip(sizes, ends, strict=True) if size]
+
+
+def test_sizes_by_tokens_by_hand():
+    """Pairs would have 20, 8, 4 and 2 tokens. Three passes hold them all within 20, with the least padding as 10 + 9,
+    then 4, 3, 2 and 1, 1, 1: 20 + 12 + 3. Of rows of one length no two pairs can be merged. One micro-batch stays."""
+    assert sizes_by_tokens([10, 9, 4, 3, 2, 1, 1, 1], [2] * 4) == [0, 2, 3, 3]
+    assert sizes_by_tokens([7] * 6, [2] * 3) == [2, 2, 2]
+    assert sizes_by_tokens([50, 3, 2], [3]) == [3]
+    assert sizes_by_tokens([9, 1, 1, 1], [1] * 4) == [0, 0, 1, 3]
+    # a pass is worth 128 tokens of padding, not 300
+    assert sizes_by_tokens([400, 100], [1, 1]) == [1, 1] and sizes_by_tokens([400, 100, 1, 1], [2, 2]) == [1, 3]
+
+
+def test_sizes_by_tokens_are_the_cheapest_of_all_cuts():
+    """Against all ways of cutting up to 8 rows: within the largest micro-batch, and in no more of them."""
+    rng, merged = random.Random(0), 0
+    for _ in range(300):
+        batch, parts = rng.choice([(1, 8), (2, 4), (2, 3), (4, 2), (1, 5)])
+        lengths = sorted((int(rng.lognormvariate(4, 1)) + 1 for _ in range(batch * parts)), reverse=True)
+        equal = [batch] * parts
+        most = max(tokens_of(lengths, equal))
+        found = sizes_by_tokens(lengths, equal)
+        assert len(found) == parts and sum(found) == len(lengths) and sorted(found, key=bool) == found
+        assert max(tokens_of(lengths, found)) <= most
+        cuts = [[end - start for start, end in pairwise([0, *inner, len(lengths)])] for n in range(len(lengths))
+                for inner in combinations(range(1, len(lengths)), n)]  # fmt: skip
+        cost = {tuple(cut): sum(tokens_of(lengths, cut)) + PASS_TOKENS * len(cut) for cut in cuts}
+        best = min(cost[cut] for cut in cost if max(tokens_of(lengths, cut)) <= most)
+        mine = tuple(size for size in found if size)
+        merged += len(mine) < parts
+        if best < min(cost[cut] for cut in cost if len(cut) <= parts and max(tokens_of(lengths, cut)) <= most):
+            assert len(mine) <= parts  # the very cheapest has more passes than there are micro-batches
+        else:
+            assert cost[mine] == best
+    assert merged > 100
+
+
+def test_merged_micro_batches_give_the_same_steps(tmp_path):
+    """Four micro-batches of a row, of 45, 28, 10 and 4 tokens, become two; as many steps, losses and gradients."""
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "n": 8, "max_steps": 2}
+    trainer, steps, seen, logs = distilled(tmp_path, True, **options)
+    plain_trainer, plain_steps, plain, plain_logs = distilled(tmp_path, False, **options)
+    assert len(plain) == 8 > len(seen) and trainer._step == plain_trainer._step == 8
+    for mine, other in zip(steps, plain_steps, strict=True):
+        assert_same_gradients(mine, other, rtol=1e-4)
+    for mine, other in zip(logs, plain_logs, strict=True):
+        for name in ("loss", "grad_norm", "num_tokens", "distill/num_tokens_per_step", "distill/reverse_kl"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3), name
+
+
+def test_rows_of_two_steps_are_merged_each_in_its_own(tmp_path):
+    """One rollout for two steps, whose sampled tokens are weighed in micro-batches that have rows, and in none else."""
+    options = {"n": 8, "steps_per_generation": 8, "max_steps": 2, "objective": "policy_gradient", "optim": "sgd"}
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "learning_rate": 0.02}
+    _, steps, seen, logs = distilled(tmp_path, True, **options)
+    _, plain_steps, plain, plain_logs = distilled(tmp_path, False, **options)
+    assert len(seen) < len(plain)
+    for i in range(2):
+        assert_same_gradients(steps[i], plain_steps[i], rtol=1e-4)
+        assert logs[i]["distill/importance_ratio"] == pytest.approx(plain_logs[i]["distill/importance_ratio"], rel=1e-4)
+
+
+def test_micro_batches_are_merged_only_where_passes_may_differ(tmp_path):
+    trainer, _, _, _ = distilled(tmp_path, True)
+    assert trainer._merges
+    for name in ("is_deepspeed_enabled", "is_fsdp_enabled"):
+        setattr(trainer, name, True)
+        assert not trainer._merges
+        setattr(trainer, name, False)
+    trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+    try:
+        assert not trainer._merges
+    finally:
+        trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = False
+    trainer.args.per_device_max_tokens = 100
+    assert not trainer._merges
 
 
 def tuned(tmp_path, balance, rows=7, resume=None, callbacks=(), **options):
@@ -122,10 +208,10 @@ def tuned(tmp_path, balance, rows=7, resume=None, callbacks=(), **options):
 
 
 def test_an_sft_step_is_cut_anew_with_the_same_gradient(tmp_path):
-    """7 rows in steps of 4 and 3: the second has batches of two rows and of one."""
+    """7 rows in steps of 4 and 3."""
     _, steps, balanced, logs = tuned(tmp_path, True)
     _, plain_steps, plain, plain_logs = tuned(tmp_path, False)
-    assert [b for b, _ in balanced] == [b for b, _ in plain] == [2, 2, 2, 1]
+    assert [b for b, _ in plain] == [2, 2, 2, 1] and [b for b, _ in balanced] == [2, 2, 1, 2]
     assert balanced[0][1] > balanced[1][1] and balanced[2][1] >= balanced[3][1]
     assert sum(b * t for b, t in balanced) < sum(b * t for b, t in plain)
     assert_same_gradients(steps[0], plain_steps[0], rtol=1e-5)

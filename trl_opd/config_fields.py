@@ -11,7 +11,8 @@ def balance_micro_batches() -> Any:
         default=True,
         metadata={
             "help": "Sort the rows of an optimizer step by length before they are cut into micro-batches, each padded "
-            "to its own longest row. Changes no gradient."
+            "to its own longest row, and run short rows together while they have no more tokens than the longest ones. "
+            "Changes no gradient."
         },
     )
 

@@ -164,6 +164,8 @@ class RolloutTrainer(PromptData):
     def _note_sampled_log_probs(self, batches: list[dict[str, Any]]) -> None:
         """Keep what the student thought of its tokens when it wrote them: later steps weigh by what has changed."""
         for batch in batches:
+            if not len(batch["labels"]):
+                continue
             with torch.no_grad():
                 parts = [
                     self._in_wrapped_forward(self.model_wrapped, self._log_probs, dict(piece), piece[POSITIONS])
@@ -199,9 +201,10 @@ class RolloutTrainer(PromptData):
         if balance and self.accelerator.num_processes > 1:
             rollout = deal(gather_object([rollout]), self.accelerator.process_index, steps)
         batches = []
-        for i, indices in enumerate(micro_batches(row_lengths(rollout), parts, steps=steps, balance=balance)):
+        cut = micro_batches(row_lengths(rollout), parts, steps=steps, balance=balance, merge=self._merges)
+        for i, indices in enumerate(cut):
             batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.args.pad_to_multiple_of)
-            if self.args.strict_masks:
+            if self.args.strict_masks and indices:
                 check_batch(batch["input_ids"], batch["labels"], batch["attention_mask"])
             tokens = self._window_counts[i * steps // parts][0]
             batches.append(self._to_device(batch) | {NUM_ITEMS: torch.tensor(tokens, device=self.accelerator.device)})

@@ -200,10 +200,10 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of a step as they were drawn, their rows sorted by length (`balance_micro_batches`)."""
+        """The micro-batches of a step, their rows sorted by length and cut anew (`balance_micro_batches`)."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._balance:
-            batches = send_to_device(regrouped(batches, self.data_collator), device)
+            batches = send_to_device(regrouped(batches, self.data_collator, self._merges), device)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:

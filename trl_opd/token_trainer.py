@@ -43,6 +43,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     _globalstep_last_logged: int
     _buffered_inputs: Any
     data_reports: list[MaskReport]
+    is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     _beside: tuple[Any, ...] = ()  # frozen models that score beside the trained one
     _metrics: dict[str, Any]
@@ -168,6 +169,14 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         logger.info(f"{whose}: padding is {f'kept: {why_not}' if why_not else f'left out ({attention})'}")
         return not why_not
 
+    @property
+    def _merges(self) -> bool:
+        """Whether the rows of a step may be run in fewer micro-batches than it has, by their tokens: processes then
+        differ in passes."""
+        each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        as_many = self.is_deepspeed_enabled or self.is_fsdp_enabled or each
+        return self.args.balance_micro_batches and self.args.per_device_max_tokens is None and not as_many
+
     def _sum_of_pieces(
         self, model: torch.nn.Module, inputs: dict[str, Any], loss_of: Callable[[dict[str, Any]], torch.Tensor]
     ) -> torch.Tensor:
@@ -176,6 +185,8 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         Every piece but the last is back-propagated here, with its graph freed, and no gradient sent: the last one is
         left to `Trainer`, which sees one loss and one backward pass for the micro-batch.
         """
+        if not len(inputs["labels"]):  # its rows are in other micro-batches of the step
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         if self.args.per_device_max_tokens is None or not (self.model.training and torch.is_grad_enabled()):
             return loss_of(inputs)
         *early, last = self._pieces(inputs)

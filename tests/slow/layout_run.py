@@ -54,10 +54,13 @@ CELLS = {
         "per_device_train_batch_size": 4 // PROCESSES,
         "gradient_accumulation_steps": 1,
     },
+    # steps of seven rows whose micro-batches are merged, on some ranks more than on others
+    "merged-full-tied": {"gradient_accumulation_steps": 4},
+    "uneven-lora-tied": {"gradient_accumulation_steps": 4, "lmbda": 0.3},
 }
-NOT_SHARDED = ("pieces-full-tied",)  # refused with DeepSpeed and FSDP
+NOT_SHARDED = ("pieces-full-tied", "merged-full-tied", "uneven-lora-tied")  # refused, or not done, when sharded
 RESUMED = {name: 2 for name in list(CELLS)[:4]} | {"window-full-untied": 1}  # from the checkpoint of which step
-SFT = ("sft", "head", "copy", "folder", "bf16")
+SFT = ("sft", "head", "copy", "folder", "bf16", "merged")
 # their checkpoints, and all that `save_model` would write by itself, stay in shards
 IN_SHARDS = ("sft-lora-untied", "distill-full-untied")
 
@@ -131,15 +134,25 @@ def build(cell: str, folder: Path, out: Path):
     # adapters start from this process's random numbers: every rank must still train those of rank 0
     torch.manual_seed(int(os.environ.get("RANK", 0)))
     trainer = watch.trainer = cls(args=args, **common)
-    loss_of, watch.loss_dtypes = trainer.compute_loss, []
+    loss_of, watch.loss_dtypes, watch.rows = trainer.compute_loss, [], []
 
     def compute_loss(*inputs, **options):
         loss = loss_of(*inputs, **options)
         watch.loss_dtypes.append(str(loss.dtype))
+        if trainer.model.training:
+            watch.rows.append(len(inputs[1]["labels"]))
         return loss
 
     trainer.compute_loss = compute_loss
     return trainer, watch
+
+
+def of_ranks(what: list) -> list[list]:
+    everywhere = [what]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, what)
+    return everywhere
 
 
 def run(cell: str, folder: Path, layout: str, phase: str) -> None:
@@ -153,10 +166,7 @@ def run(cell: str, folder: Path, layout: str, phase: str) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(out / phase))
     evaluated = trainer.evaluate()["eval_loss"]
-    asked = [getattr(trainer, "asked", [])]
-    if dist.is_initialized():
-        asked = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, getattr(trainer, "asked", []))
+    asked, rows = of_ranks(getattr(trainer, "asked", [])), of_ranks(watch.rows)
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
         result = {
@@ -167,6 +177,7 @@ def run(cell: str, folder: Path, layout: str, phase: str) -> None:
             "log": [entry for entry in history if "loss" in entry],
             "eval_loss": [entry["eval_loss"] for entry in history if "eval_loss" in entry] or [evaluated],
             "asked": asked,
+            "rows": rows,
         }
         (out / f"{phase}.json").write_text(json.dumps(result))
     trainer.accelerator.free_memory()

@@ -206,6 +206,19 @@ def test_one_process_goes_on_to_the_same_weights(launched, layout, cell):
     assert_resumed(launched, layout, cell)
 
 
+@pytest.mark.parametrize(
+    "layout, cell", [pair for pair in EACH if pair.values[1] in ("merged-full-tied", "uneven-lora-tied")]
+)
+def test_ranks_merge_micro_batches_each_as_it_can(launched, layout, cell):
+    """Each has four micro-batches a step; those that are left without a row come first."""
+    for rows in result(launched, layout, cell)[0]["rows"]:
+        steps = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        assert len(steps) == STEPS and all(sum(step) == 4 for step in steps)
+        assert all(step[-1] and sorted(step, key=bool) == step for step in steps)
+    passes = [sum(map(bool, rows)) for rows in result(launched, layout, cell)[0]["rows"]]
+    assert min(passes) < 4 * STEPS, passes
+
+
 ON_NEW_PROCESSES = [pair for pair in EACH if pair.values[1] in RESUMED]
 
 

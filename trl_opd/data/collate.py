@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..balance import longest_first
+from ..balance import longest_first, sizes_by_tokens
 from ..masking import check_batch, trained_end, trained_positions
 from ..types import IGNORE_INDEX, Rollout, RowSizes
 
@@ -60,11 +60,27 @@ class CheckedCollator:
         return batch
 
 
-def regrouped(batches: list[dict[str, Any]], collate: Callable[[Sequence[Any]], dict[str, Any]]) -> list[dict]:
-    """The rows of some batches in as many batches of the same sizes, sorted by length and padded anew, on the CPU."""
+def regrouped(
+    batches: list[dict[str, Any]], collate: Callable[[Sequence[Any]], dict[str, Any]], merge: bool = False
+) -> list[dict]:
+    """The rows of some batches in as many batches of the same sizes, sorted by length and padded anew, on the CPU.
+
+    With `merge` they are cut by tokens (`sizes_by_tokens`), and batches without a row come first.
+    """
     rows = [row for batch in batches for row in batch[ROWS].rows]
-    order = iter(longest_first(range(len(rows)), [len(row["input_ids"]) for row in rows]))
-    return [collate([rows[next(order)] for _ in batch[ROWS].rows]) for batch in batches]
+    lengths = [len(row["input_ids"]) for row in rows]
+    order = longest_first(range(len(rows)), lengths)
+    sizes = [len(batch[ROWS].rows) for batch in batches]
+    if merge:
+        sizes = sizes_by_tokens([lengths[row] for row in order], sizes)
+    taken = iter(order)
+    cut = [collate([rows[next(taken)] for _ in range(size)]) for size in sizes if size]
+    return [without_rows(cut[0])] * sizes.count(0) + cut
+
+
+def without_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with the tensors of this one and none of their rows: a micro-batch for which nothing is left to do."""
+    return {key: value[:0] for key, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: int | None = None) -> dict[str, Any]:
@@ -73,7 +89,7 @@ def pad_rows(rows: Sequence[Mapping[str, Any]], pad_token_id: int, multiple_of: 
     Returns `input_ids`, `attention_mask`, `labels` (B, T), the `TrainedPositions` of the labels and the `RowSizes`, all
     on the CPU.
     """
-    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max((len(row["input_ids"]) for row in rows), default=1)
     if multiple_of:
         longest += -longest % multiple_of
     input_ids = torch.full((len(rows), longest), pad_token_id)
