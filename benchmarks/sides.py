@@ -12,6 +12,7 @@ import trl
 import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from datasets import Dataset, disable_progress_bars
+from gkd import OURS, Answers, make_gkd
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -55,11 +56,15 @@ class Work:
     generate: bool = False
     windows: int = 3
     compact: bool = True  # whether TRL is timed compacted too; on a GPU it compacts by itself
+    gkd: bool = False  # TRL's side is its GKDTrainer
+    checkpointing: bool = False  # gradient checkpointing on a CPU; it is always on on a GPU
 
     @property
     def name(self) -> str:
         models = f"{self.student} ← {self.teacher}" if self.teacher else self.student
-        return f"{self.job} {models}, {'LoRA' if self.lora else 'full'}{', with generation' * self.generate}"
+        name = f"{self.job} {models}, {'LoRA' if self.lora else 'full'}{', with generation' * self.generate}"
+        name += f", against GKDTrainer, {self.batch} × {self.accumulation}" if self.gkd else ""
+        return name + ", checkpointing" * self.checkpointing
 
     @property
     def rows(self) -> int:
@@ -101,7 +106,7 @@ class Rows:
     """What both sides train on: a dataset, and for distill the completion of each prompt."""
 
     dataset: Dataset
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
 
 
 def make_rows(work: Work, tok: Any, vocab_size: int) -> Rows:
@@ -140,7 +145,7 @@ class Clock(TrainerCallback):
         self.seconds = time.perf_counter() - self.begin
 
 
-def with_answers(trainer_class: type, answers: dict[tuple[int, ...], list[int]], generate: bool) -> type:
+def with_answers(trainer_class: type, answers: Answers, generate: bool) -> type:
     """A trainer whose completions are given. With `generate` the student writes them all the same, token by token."""
 
     class Given(trainer_class):  # type: ignore[misc, valid-type]
@@ -154,7 +159,7 @@ def with_answers(trainer_class: type, answers: dict[tuple[int, ...], list[int]],
     return Given
 
 
-def dictate(model: Any, answers: dict[tuple[int, ...], list[int]], pad_token_id: int) -> None:
+def dictate(model: Any, answers: Answers, pad_token_id: int) -> None:
     """Let `model.generate` write the given completions: every other token becomes impossible."""
     following = {}
     for prompt, answer in answers.items():
@@ -183,26 +188,29 @@ def make_trainer(side: str, work: Work, rows: Rows, tok: Any, teacher: Any, out:
     """A trainer of `ours` or of `trl` that does one step a `train()`, at learning rate 0: its weights never change."""
     ours = side == "ours"
     arguments = {
-        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "max_steps": 1,
+        "output_dir": out, "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
         "bf16": work.device == "cuda", "use_cpu": work.device == "cpu", "learning_rate": 0.0, "weight_decay": 0.0,
-        "gradient_checkpointing": work.device == "cuda", "per_device_train_batch_size": work.batch,
-        "gradient_accumulation_steps": work.accumulation, "shuffle_dataset": False, "log_level": "error",
+        "gradient_checkpointing": work.checkpointing or work.device == "cuda", "max_steps": 1, "log_level": "error",
+        "per_device_train_batch_size": work.batch, "gradient_accumulation_steps": work.accumulation,
+        "shuffle_dataset": False,
     }  # fmt: skip
     common = {"model": make_model(work.student, work), "processing_class": tok, "train_dataset": rows.dataset}
     common["peft_config"] = LoraConfig(**LORA) if work.lora else None
     if work.job == "sft":
         trainer_class, config_class = (SFTTrainer, SFTConfig) if ours else (trl.SFTTrainer, trl.SFTConfig)
         arguments |= {"max_length": None, "train_sampling_strategy": "sequential"}
-        trainer = trainer_class(args=config_class(out, **arguments), **common)
+        trainer = trainer_class(args=config_class(**arguments), **common)
+    elif work.gkd and not ours:
+        trainer = make_gkd(common, arguments, rows.answers, teacher, work.longest, work.generate)
     else:
         trainer_class = with_answers(
             DistillationTrainer if ours else trl.DistillationTrainer, rows.answers, work.generate
         )
         config_class = DistillationConfig if ours else trl.DistillationConfig
-        args = config_class(out, max_completion_length=work.longest, **arguments)
-        trainer = trainer_class(args=args, teacher_model=teacher, **common)
-        if work.generate:
-            dictate(trainer.model, rows.answers, tok.pad_token_id)
+        arguments |= {"max_completion_length": work.longest, **(OURS if work.gkd else {})}
+        trainer = trainer_class(args=config_class(**arguments), teacher_model=teacher, **common)
+    if work.generate:
+        dictate(trainer.model, rows.answers, tok.pad_token_id)
     trainer.remove_callback(PrinterCallback)
     trainer.clock = Clock(work.device)
     trainer.add_callback(trainer.clock)

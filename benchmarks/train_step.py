@@ -27,13 +27,17 @@ from torch.utils.flop_counter import FlopCounterMode
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # of losses and gradient norms; bf16 keeps three digits
 
 _DISTILL = {"job": "distill", "student": "SmolLM2-135M/2", "teacher": "SmolLM2-135M", "mean": 80, "longest": 256}
+_WRITTEN = {**_DISTILL, "lora": False, "generate": True, "windows": 1, "compact": False}
 _SFT = {"job": "sft", "student": "SmolLM2-135M", "teacher": None, "mean": 123, "longest": 512, "trained": 0.28}
 CPU = [
     Work(**_DISTILL, lora=False, batch=2, accumulation=4, windows=2),
     Work(**_DISTILL, lora=True, batch=2, accumulation=4, windows=2, compact=False),
     Work(**_SFT, lora=False, batch=4, accumulation=2, windows=1),
     Work(**_SFT, lora=True, batch=4, accumulation=2, windows=1, compact=False),
-    Work(**_DISTILL, lora=False, batch=2, accumulation=4, generate=True, windows=1, compact=False),
+    Work(**_WRITTEN, batch=2, accumulation=4),
+    Work(**_WRITTEN, batch=8, accumulation=1, gkd=True),
+    Work(**_WRITTEN, batch=2, accumulation=4, gkd=True),
+    Work(**_WRITTEN, batch=8, accumulation=1, gkd=True, checkpointing=True),
 ]
 _GPU = {"device": "cuda", "batch": 4, "accumulation": 4, "mean": 300, "longest": 1024, "compact": False}
 CUDA = [
@@ -41,8 +45,10 @@ CUDA = [
     Work("distill", "1.5B", "7B", lora=True, **_GPU),
     Work("sft", "1.5B", None, lora=True, trained=0.28, **_GPU),
 ]
+_TINY = {**_WRITTEN, "student": "tiny", "teacher": "tiny teacher", "mean": 10, "longest": 24, "windows": 2}
 TINY = [
-    Work("distill", "tiny", "tiny teacher", lora=False, batch=2, accumulation=2, mean=10, longest=24, generate=True),
+    Work(**_TINY | {"compact": True}, batch=2, accumulation=2),
+    Work(**_TINY, batch=4, accumulation=1, gkd=True),
     Work("sft", "tiny", None, lora=True, batch=2, accumulation=2, mean=20, longest=40, trained=0.3),
 ]
 TABLES = {"cpu": CPU, "cuda": CUDA, "tiny": TINY}

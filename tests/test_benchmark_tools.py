@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import common
+import gkd
 import sides
 import train_step
 
@@ -82,6 +83,19 @@ def test_rows_have_the_lengths_they_should():
             assert abs(trained / 480 - 80) < 10 and max(map(len, many.answers.values())) == 256
             assert len(many.answers) == 480
             assert [tuple(tok(row["prompt"])["input_ids"]) for row in many.dataset] == list(many.answers)
+
+
+def test_gkd_reads_the_same_ids_from_its_conversations():
+    """Its own collator, batches padded on the left: prompts as they are, and the answer alone as labels."""
+    from trl.experimental.utils import DataCollatorForChatML
+
+    tok = sides.make_tokenizer(512)
+    answers = {(20, 21, 22): [30, 1], (40,): [50, 51, 52, 1]}
+    tok.chat_template = gkd.TEMPLATE
+    batch = DataCollatorForChatML(tok)(list(gkd.conversations(answers, tok)))
+    assert batch["prompts"].tolist() == [[20, 21, 22], [0, 0, 40]]
+    assert batch["input_ids"].tolist() == [[20, 21, 22, 30, 1], [40, 50, 51, 52, 1]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, 30, 1], [-100, 50, 51, 52, 1]]
 
 
 def test_head_of_trl_can_be_compacted_by_hand():
