@@ -1,4 +1,4 @@
-"""The step benchmark from end to end, on models so small that its times say nothing."""
+"""The benchmarks of steps and of a start, from end to end, on models so small that a step's times say nothing."""
 
 import os
 import subprocess
@@ -46,3 +46,12 @@ def test_time_a_token_is_compared_with_larger_sizes():
     done = run("--growth", "--force", "--only", "distill")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ms a trained token; 4 x length: " in done.stdout and "4 x batch: " in done.stdout
+
+
+def test_a_start_is_measured():
+    command = [sys.executable, str(ROOT / "benchmarks" / "start.py"), "--runs", "1", "--job", "sft", "--force"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("| sft"))
+    first, end, imports = (float(cell) for cell in line.strip("|").split("|")[1:])
+    assert 0 < imports < end and 0 < first <= end
