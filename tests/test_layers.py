@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "trl_opd"
 LAYERS = {
     "types": 0,
     "errors": 0,
+    "importing": 0,
     "shown": 0,
     "secrets": 0,
     "losses": 1,

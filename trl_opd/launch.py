@@ -14,6 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from . import importing
 from .errors import UsageError
 from .secrets import masked_command
 from .shipped import find_accelerate_config
@@ -44,7 +45,8 @@ def main(job: str, argv: Sequence[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process
             print(f"trl-opd {job}: error: {printable(str(error))}", file=sys.stderr)
         return 2
-    from .run import main as run
+    with importing.for_good():
+        from .run import main as run
 
     return run(job, request.rest)
 
@@ -85,7 +87,8 @@ def start(job: str, request: Request) -> NoReturn:
             "to that launcher, or start `trl-opd` without it"
         )
     command, environment = build_command(job, request, count_devices())
-    from .recipes import check  # as late as here: it imports TRL
+    with importing.for_good():
+        from .recipes import check  # as late as here: it imports TRL
 
     check(job, request.rest)
     print(f"trl-opd {job}: {printable(shlex.join(masked_command(command)))}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The step benchmark from end to end, on models so small that its times say nothing."""
+"""The benchmarks of steps and of a start, from end to end, on models so small that a step's times say nothing."""
 
 import os
 import subprocess
@@ -89,3 +89,12 @@ def test_gkd_must_have_written_what_it_was_given(tmp_path):
     rows.answers[first] = [*rows.answers[first][:-1], 7]
     with pytest.raises(AssertionError, match="GKDTrainer did not write the completion it was given"):
         train_step.take_step("trl", trainers, GKD, 0)
+
+
+def test_a_start_is_measured():
+    command = [sys.executable, str(ROOT / "benchmarks" / "start.py"), "--runs", "1", "--job", "sft", "--force"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("| sft"))
+    first, end, imports = (float(cell) for cell in line.strip("|").split("|")[1:])
+    assert 0 < imports < end and 0 < first <= end

@@ -23,11 +23,14 @@ def main(argv: list[str]) -> int:
 
     import warnings
 
-    import torch
+    from trl_opd import importing
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    with importing.for_good():
+        import torch
+
+        from trl_opd.demo.pipeline import demo
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    from trl_opd.demo.pipeline import demo
-
     demo(args.output_dir, args.seed)
     return 0
