@@ -32,12 +32,12 @@ _SFT = {"job": "sft", "student": "SmolLM2-135M", "teacher": None, "mean": 123, "
 CPU = [
     Work(**_DISTILL, lora=False, batch=2, accumulation=4, windows=2),
     Work(**_DISTILL, lora=True, batch=2, accumulation=4, windows=2, compact=False),
-    Work(**_SFT, lora=False, batch=4, accumulation=2, windows=1),
+    Work(**_SFT, lora=False, batch=4, accumulation=2, windows=1, compact=False),
     Work(**_SFT, lora=True, batch=4, accumulation=2, windows=1, compact=False),
     Work(**_WRITTEN, batch=2, accumulation=4),
-    Work(**_WRITTEN, batch=8, accumulation=1, gkd=True),
 ]
 GKD = [  # takes long: without a cache every token that is written costs a pass over all before it
+    Work(**_WRITTEN, batch=8, accumulation=1, gkd=True),
     Work(**_WRITTEN, batch=2, accumulation=4, gkd=True),
     Work(**_WRITTEN, batch=8, accumulation=1, gkd=True, checkpointing=True),
 ]
