@@ -30,7 +30,7 @@ test: install
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow" -n auto
 
-# 20 to 25 minutes, on a machine where nothing else runs; writes the tables of docs/benchmarks.md
+# on a machine where nothing else runs; writes the tables of docs/benchmarks.md
 bench: install
 	$(BIN)/python benchmarks/train_step.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/head.py --tokens 256 --vocab 49152 --write docs/benchmarks.md

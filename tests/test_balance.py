@@ -12,6 +12,7 @@ from training import LENGTHS, QUIET, Gradients, assert_same_gradients, text_rows
 
 from trl_opd import SFTConfig, SFTTrainer
 from trl_opd.balance import PASS_TOKENS, deal, micro_batches, row_lengths, sizes_by_tokens
+from trl_opd.data.collate import ROWS, CollatedRows, regrouped
 from trl_opd.types import Rollout
 
 X = -100
@@ -209,7 +210,8 @@ def tuned(tmp_path, balance, rows=7, resume=None, callbacks=(), **options):
 
 def test_an_sft_step_is_cut_anew_with_the_same_gradient(tmp_path):
     """7 rows in steps of 4 and 3."""
-    _, steps, balanced, logs = tuned(tmp_path, True)
+    trainer, steps, balanced, logs = tuned(tmp_path, True)
+    assert trainer.get_batch_samples(iter([]), 2, trainer.args.device)[0] == []  # a data loader that has ended
     _, plain_steps, plain, plain_logs = tuned(tmp_path, False)
     assert [b for b, _ in plain] == [2, 2, 2, 1] and [b for b, _ in balanced] == [2, 2, 1, 2]
     assert balanced[0][1] > balanced[1][1] and balanced[2][1] >= balanced[3][1]
@@ -219,6 +221,16 @@ def test_an_sft_step_is_cut_anew_with_the_same_gradient(tmp_path):
     for mine, other in zip(logs, plain_logs, strict=True):
         for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "sft/num_tokens_per_step"):
             assert mine[name] == pytest.approx(other[name], rel=1e-3), name
+
+
+def test_rows_that_are_empty_are_cut_as_well():
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        return {"input_ids": torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])}
+
+    rows = [{"input_ids": [1] * n} for n in (0, 5, 1, 0)]
+    batches = [{ROWS: CollatedRows(tuple(rows[i : i + 1]))} for i in range(4)]
+    assert [b["input_ids"].shape for b in regrouped(batches, collate, merge=True)] == [(0, 5), (0, 5), (1, 5), (3, 1)]
 
 
 def test_a_resumed_sft_run_equals_one_that_never_stopped(tmp_path):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from .masking import trained_end
 from .types import Rollout
 
-# What a pass costs besides its tokens, in tokens. On a CPU, with 135 million parameters, a micro-batch of n tokens took
-# the time of n + 106; on a GPU it is more, since launching a pass takes the same time whatever its size.
+# What a pass costs besides its tokens, in tokens. On a CPU, with 135 million parameters, the products of a micro-batch
+# of n tokens took the time of n + 106. Not measured on a GPU.
 PASS_TOKENS = 128
 
 

@@ -202,7 +202,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of a step, their rows sorted by length and cut anew (`balance_micro_batches`)."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._balance:
+        if self._balance and batches:
             batches = send_to_device(regrouped(batches, self.data_collator, self._merges), device)
         return batches, num_items
 

@@ -68,7 +68,7 @@ def regrouped(
     With `merge` they are cut by tokens (`sizes_by_tokens`), and batches without a row come first.
     """
     rows = [row for batch in batches for row in batch[ROWS].rows]
-    lengths = [len(row["input_ids"]) for row in rows]
+    lengths = [max(len(row["input_ids"]), 1) for row in rows]  # a row that is empty is padded as well
     order = longest_first(range(len(rows)), lengths)
     sizes = [len(batch[ROWS].rows) for batch in batches]
     if merge:
