@@ -10,12 +10,25 @@ from test_objective_wiring import OURS
 from tiny import qwen3, tokenizer
 from training import LENGTHS, QUIET, Gradients, assert_same_gradients, text_rows
 
+import trl_opd.token_trainer
 from trl_opd import SFTConfig, SFTTrainer
 from trl_opd.balance import PASS_TOKENS, deal, micro_batches, row_lengths, sizes_by_tokens
 from trl_opd.data.collate import ROWS, CollatedRows, regrouped
 from trl_opd.types import Rollout
 
 X = -100
+
+
+@pytest.fixture(autouse=True)
+def padded(request, monkeypatch):
+    """Rows stay padded here, as with most attention on a GPU."""
+    if "unpadded" not in request.fixturenames:
+        monkeypatch.setattr(trl_opd.token_trainer, "why_padded", lambda *args: "this test wants it")
+
+
+@pytest.fixture
+def unpadded():
+    """Rows stand end to end, as with SDPA on a CPU."""
 
 
 def widths(model):
@@ -111,10 +124,13 @@ def test_a_row_without_a_trained_token_takes_no_pass(tmp_path):
     assert seen == [(1, 45), (3, 10)]
 
 
-def tokens_of(lengths, sizes):
-    """Tokens of each micro-batch, with padding."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [size * lengths[end - size] for size, end in zip(sizes, ends, strict=True) if size]
+def tokens_of(lengths, sizes, flat=False):
+    """Tokens of each micro-batch, with padding, or without where it is flat."""
+    cut, rows = [], list(lengths)
+    for size in sizes:
+        taken, rows = rows[:size], rows[size:]
+        cut += [sum(taken) if flat else size * taken[0]] if size else []
+    return cut
 
 
 def test_sizes_by_tokens_by_hand():
@@ -128,24 +144,39 @@ def test_sizes_by_tokens_by_hand():
     assert sizes_by_tokens([400, 100], [1, 1]) == [1, 1] and sizes_by_tokens([400, 100, 1, 1], [2, 2]) == [1, 3]
 
 
-def test_sizes_by_tokens_are_the_cheapest_of_all_cuts():
-    """Against all ways of cutting up to 8 rows: within the largest micro-batch, and in no more of them."""
+def test_sizes_of_rows_without_padding_by_hand():
+    """Pairs of 10, 8, 6, 5, 4 and 1 tokens would have 20, 12 and 8. Without padding all 34 fit into two passes, which
+    are most even as 18 and 16. All of 9, 1, 1 and 1 tokens would fit into 12, and one pass of theirs has 9."""
+    assert sizes_by_tokens([10, 8, 6, 5, 4, 1], [2] * 3, flat=True) == [0, 2, 4]
+    assert sizes_by_tokens([9, 1, 1, 1], [1] * 4, flat=True) == [0, 0, 1, 3]
+    assert sizes_by_tokens([9, 1, 1, 1], [2] * 2, flat=True) == [0, 4]
+    assert sizes_by_tokens([7] * 6, [2] * 3, flat=True) == [2, 2, 2]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_sizes_by_tokens_are_the_cheapest_of_all_cuts(flat):
+    """Against all ways of cutting up to 8 rows: within the largest micro-batch, and in no more of them. Of those that
+    cost the same its largest is smallest."""
     rng, merged = random.Random(0), 0
     for _ in range(300):
         batch, parts = rng.choice([(1, 8), (2, 4), (2, 3), (4, 2), (1, 5)])
         lengths = sorted((int(rng.lognormvariate(4, 1)) + 1 for _ in range(batch * parts)), reverse=True)
         equal = [batch] * parts
         most = max(tokens_of(lengths, equal))
-        found = sizes_by_tokens(lengths, equal)
+        found = sizes_by_tokens(lengths, equal, flat)
         assert len(found) == parts and sum(found) == len(lengths) and sorted(found, key=bool) == found
-        assert max(tokens_of(lengths, found)) <= most
+        assert max(tokens_of(lengths, found, flat)) <= most
         cuts = [[end - start for start, end in pairwise([0, *inner, len(lengths)])] for n in range(len(lengths))
                 for inner in combinations(range(1, len(lengths)), n)]  # fmt: skip
-        cost = {tuple(cut): sum(tokens_of(lengths, cut)) + PASS_TOKENS * len(cut) for cut in cuts}
-        best = min(cost[cut] for cut in cost if max(tokens_of(lengths, cut)) <= most)
+        cost = {}
+        for cut in cuts:
+            tokens = tokens_of(lengths, cut, flat)
+            if max(tokens) <= most:
+                cost[tuple(cut)] = sum(tokens) + PASS_TOKENS * len(cut), max(tokens)
+        best = min(cost.values())
         mine = tuple(size for size in found if size)
         merged += len(mine) < parts
-        if best < min(cost[cut] for cut in cost if len(cut) <= parts and max(tokens_of(lengths, cut)) <= most):
+        if best < min(cost[cut] for cut in cost if len(cut) <= parts):
             assert len(mine) <= parts  # the very cheapest has more passes than there are micro-batches
         else:
             assert cost[mine] == best
@@ -163,6 +194,25 @@ def test_merged_micro_batches_give_the_same_steps(tmp_path):
     for mine, other in zip(logs, plain_logs, strict=True):
         for name in ("loss", "grad_norm", "num_tokens", "distill/num_tokens_per_step", "distill/reverse_kl"):
             assert mine[name] == pytest.approx(other[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("job", ["distill", "sft"])
+def test_micro_batches_without_padding_give_the_same_steps(tmp_path, job, unpadded):
+    """Short rows stand end to end, in fewer passes than there are rows, none longer than the longest row."""
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    run = (lambda *args: distilled(*args, **options, n=8, max_steps=2)) if job == "distill" else (
+        lambda *args: tuned(*args, **options, rows=8)
+    )  # fmt: skip
+    _, steps, seen, logs = run(tmp_path, True)
+    _, plain_steps, plain, plain_logs = run(tmp_path, False)
+    assert len(plain) == 8 > len(seen) and {rows for rows, _ in seen} == {1}
+    assert sum(tokens for _, tokens in seen) == sum(tokens for _, tokens in plain)
+    assert max(seen) <= max(plain)
+    for mine, other in zip(steps, plain_steps, strict=True):
+        assert_same_gradients(mine, other, rtol=1e-4)
+    for mine, other in zip(logs, plain_logs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert mine["num_tokens"] == other["num_tokens"]
 
 
 def test_rows_of_two_steps_are_merged_each_in_its_own(tmp_path):

@@ -27,6 +27,8 @@ LAYERS = {
     "teachers": 2,
     "heads": 2,
     "flat": 2,
+    "row_attention": 2,
+    "lora_linear": 2,
     "_trl": 3,
     "checks": 3,
     "configs": 3,

@@ -112,7 +112,7 @@ def test_a_bad_row_stops_the_run_before_its_step(tmp_path, job, peft_config):
     assert path == str(tmp_path / "_nonfinite_step_2.safetensors")
     step = read_step(path)
     assert step.about["job"] == job and step.about["rows"][0]["places"] == [5]
-    assert [len(batch["input_ids"]) for batch in step.batches] == [2, 2]
+    assert sum(len(batch["input_ids"]) for batch in step.batches) == 4 and len(step.batches) == 2
     assert [p.name for p in tmp_path.iterdir() if "nonfinite" in p.name] == [path.split("/")[-1]]
     assert len(after.steps) == 1
     assert_same(after.steps[0], weights(trainer))

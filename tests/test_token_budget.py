@@ -11,6 +11,7 @@ from test_objective_wiring import OURS
 from tiny import qwen3, tokenizer
 from training import QUIET, Gradients, assert_same_gradients, text_rows
 
+import trl_opd.token_trainer
 from trl_opd import DistillationConfig, SFTConfig, SFTTrainer
 from trl_opd.config_checks import check_pieces
 
@@ -40,12 +41,16 @@ MIXED = {"lmbda": 0.5, "sft_weight": 0.3, "anchor_weight": 0.2, "objective": "tv
     [{}, {"peft_config": LORA, "gradient_checkpointing": True}, MIXED, {"gradient_accumulation_steps": 2, "n": 8}],
     ids=["full", "lora", "mixed", "accumulated"],
 )
-def test_pieces_give_the_step_of_the_whole(tmp_path, options):
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
+def test_pieces_give_the_step_of_the_whole(tmp_path, options, padded, monkeypatch):
+    if padded:
+        monkeypatch.setattr(trl_opd.token_trainer, "why_padded", lambda *args: "this test wants it")
     if options is MIXED:
         options = options | {"rows": text_rows(8), "per_device_train_batch_size": 8}
     whole = distilled(tmp_path, None, **options)
     cut = distilled(tmp_path, 60, **options)
     assert len(cut[2]) > len(whole[2]) and all(b * t <= 60 for b, t in cut[2])
+    assert any(b > 1 for b, _ in cut[2]) == padded
     assert cut[0].state.global_step == whole[0].state.global_step == 1 and cut[0]._step == whole[0]._step
     assert_same_gradients(cut[1][0], whole[1][0], rtol=1e-5)
     assert_same_logs(cut[3], whole[3])
@@ -63,7 +68,7 @@ def test_log_probs_of_the_rollout_are_noted_in_pieces_too(tmp_path):
 
 def test_a_row_over_the_budget_is_run_alone_and_said(tmp_path, caplog):
     _, _, seen, _ = distilled(tmp_path, 30)
-    assert max(b * t for b, t in seen if b > 1) <= 30 and (1, 45) in seen
+    assert sorted(t for _, t in seen) == [10 + 4, 28, 45] and {b for b, _ in seen} == {1}
     assert "per_device_max_tokens is 30, and a row has 45 tokens" in caplog.text
 
 
@@ -96,7 +101,9 @@ def test_an_sft_step_in_pieces_is_the_same_step(tmp_path, balance):
     assert cut[0].evaluate()["eval_loss"] == pytest.approx(whole[0].evaluate()["eval_loss"], rel=1e-3)
 
 
-def test_sorted_rows_need_fewer_pieces(tmp_path):
+def test_sorted_rows_need_fewer_pieces(tmp_path, monkeypatch):
+    """Where they are padded."""
+    monkeypatch.setattr(trl_opd.token_trainer, "why_padded", lambda *args: "this test wants it")
     counts = [len(tuned(tmp_path, 60, max_steps=1, balance_micro_batches=on)[2]) for on in (True, False)]
     assert counts[0] < counts[1]
 

@@ -124,6 +124,16 @@ def test_flash_attention_is_told_where_rows_end_by_these_names():
     assert _trl.attention_of(qwen3()) == "sdpa"
 
 
+def test_models_say_what_their_attention_needs():
+    model = qwen3().model
+    assert _trl.attends_by_lengths(model)
+    for name in ("_supports_flash_attn", "_supports_attention_backend"):
+        assert getattr(transformers.PreTrainedModel, name) is False  # what a model that says nothing is taken for
+        setattr(model, name, False)
+        assert not _trl.attends_by_lengths(model)
+        delattr(model, name)
+
+
 def test_modules_are_called_through_what_compile_sets():
     assert "self._compiled_call_impl = torch.compile(self._call_impl" in inspect.getsource(torch.nn.Module.compile)
     assert "if self._compiled_call_impl is not None" in inspect.getsource(torch.nn.Module._wrapped_call_impl)

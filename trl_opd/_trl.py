@@ -30,6 +30,7 @@ from trl.trainer.utils import (
 __all__ = [
     "ForwardRedirection",
     "adapters_on_the_head",
+    "attends_by_lengths",
     "attention_of",
     "called_through",
     "compiled_call",
@@ -128,6 +129,12 @@ def keep_4bit_gradients_right(model: nn.Module) -> int:
 def attention_of(model: Any) -> str:
     """The name of a transformers model's attention implementation."""
     return model.config.get_text_config()._attn_implementation or "eager"
+
+
+def attends_by_lengths(backbone: nn.Module) -> bool:
+    """Whether a model's attention is said to need the lengths of its rows and nothing else: FlashAttention can take its
+    place, and what the forward is given reaches it."""
+    return all(getattr(backbone, f"_supports_{name}", False) is True for name in ("flash_attn", "attention_backend"))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Rows never move between optimizer steps, and the denominator is the whole step's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .masking import trained_end
 from .types import Rollout
@@ -16,47 +17,62 @@ PASS_TOKENS = 128
 
 
 def micro_batches(
-    lengths: Sequence[int], parts: int, *, steps: int = 1, balance: bool = True, merge: bool = False
+    lengths: Sequence[int],
+    parts: int,
+    *,
+    steps: int = 1,
+    balance: bool = True,
+    merge: bool = False,
+    flat: bool = False,
 ) -> list[list[int]]:
     """Row indices of a window cut into `parts` micro-batches of the same number of rows.
 
     The window holds `steps` optimizer steps, one after the other. With `balance` the rows of each are sorted by
     `lengths`, the longest in front, so that what runs out of memory does so at once; else they stay in order. With
-    `merge` those of a balanced step are then cut by tokens (`sizes_by_tokens`).
+    `merge` those of a balanced step are then cut by tokens (`sizes_by_tokens`), which with `flat` are run unpadded.
     """
     cut: list[list[int]] = []
     for step in _equal_parts(range(len(lengths)), steps):
         rows = longest_first(step, lengths) if balance else step
         sizes = [len(rows) * steps // parts] * (parts // steps)
         if balance and merge:
-            sizes = sizes_by_tokens([lengths[row] for row in rows], sizes)
+            sizes = sizes_by_tokens([lengths[row] for row in rows], sizes, flat)
         taken = iter(rows)
         cut += [[next(taken) for _ in range(size)] for size in sizes]
     return cut
 
 
-def sizes_by_tokens(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def sizes_by_tokens(lengths: Sequence[int], sizes: Sequence[int], flat: bool = False) -> list[int]:
     """How many rows, the longest first, each micro-batch takes in the place of `sizes`; empty ones come first.
 
-    None has more tokens, padding included, than the largest one had. Within this they are the cut that takes the least
-    time, where a pass costs `PASS_TOKENS` besides its tokens: few full ones in the place of many short ones.
+    None has more tokens than the largest one has, padded. Within this they are the cut that takes the least time, where
+    a pass costs `PASS_TOKENS` besides its tokens: few full ones in the place of many short ones. Padding counts, but
+    with `flat`, where rows stand end to end.
     """
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     most = max(size * lengths[start] for start, size in zip(starts, sizes, strict=True))
     pass_tokens = PASS_TOKENS
-    while len(found := _cheapest(lengths, most, pass_tokens)) > len(sizes):
+    while len(found := _cheapest(lengths, most, pass_tokens, flat)) > len(sizes):
         pass_tokens *= 2
     return [0] * (len(sizes) - len(found)) + found
 
 
-def _cheapest(lengths: Sequence[int], most: int, pass_tokens: int) -> list[int]:
-    """Sizes of the stretches of sorted rows whose tokens and passes cost least, each within `most` tokens."""
+def _cheapest(lengths: Sequence[int], most: int, pass_tokens: int, flat: bool) -> list[int]:
+    """Sizes of the stretches of sorted rows whose tokens and passes cost least, each within `most` tokens; of those
+    that cost the same, the ones whose largest is smallest."""
     count = len(lengths)
-    ends, costs = [0] * count, [0] * (count + 1)  # of the best cut of the rows from here on
+    before = [0, *accumulate(lengths)]
+    best = [(0, 0)] * (count + 1)  # cost, and tokens of the largest stretch, of the best cut of the rows from here on
+    ends = [0] * count
     for first in reversed(range(count)):
-        fitting = range(first + 1, min(first + most // lengths[first], count) + 1)
-        choices = ((pass_tokens + (end - first) * lengths[first] + costs[end], end) for end in fitting)
-        costs[first], ends[first] = min(choices)
+        choices = []
+        for end in range(first + 1, count + 1):
+            tokens = before[end] - before[first] if flat else (end - first) * lengths[first]
+            if tokens > most:
+                break
+            cost, largest = best[end]
+            choices.append(((pass_tokens + tokens + cost, max(tokens, largest)), end))
+        best[first], ends[first] = min(choices)
     sizes, first = [], 0
     while first < count:
         sizes.append(ends[first] - first)

@@ -21,7 +21,7 @@ def per_device_max_tokens() -> Any:
     return field(
         default=None,
         metadata={
-            "help": "Most tokens, padding included, that a model is run on at once in training: a micro-batch with "
+            "help": "Most tokens, with the padding that is run, in one pass of training: a micro-batch with "
             "more is run in pieces of whole rows. Changes no gradient. A longer row is a piece by itself."
         },
     )

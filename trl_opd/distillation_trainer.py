@@ -126,6 +126,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         self._rows_leave = whether_rows_leave(self)
         restrict_sampling(self, teacher, self._shared_ids)
         self.teacher, self.anchor = place_teacher(teacher, self), place_anchor(start, self)
+        self._all_flat = self._flat and self.teacher.flat and (self.anchor is None or self.anchor.flat)
         self.teacher_model = getattr(self.teacher, "wrapped", None)
         self._beside = tuple(m.unwrapped for m in (self.teacher, self.anchor) if isinstance(m, LocalTeacher))
 

@@ -1,4 +1,6 @@
-"""Padding that need not be computed: rows end to end, for attention that knows where one ends (FlashAttention)."""
+"""Padding that need not be computed: rows end to end, for attention that knows where one ends.
+
+FlashAttention does, and SDPA on a CPU (`row_attention`)."""
 
 from __future__ import annotations
 
@@ -14,12 +16,20 @@ from .types import RowSizes, TrainedPositions
 _ATTENTION_ONLY = {"full_attention", "sliding_attention"}
 
 
-def why_padded(backbone: nn.Module, attention: str) -> str:
-    """Why rows must stay padded for a model with this attention implementation; empty where padding can go."""
+def why_padded(backbone: Any, attention: str, device: str, by_lengths: bool) -> str:
+    """Why rows must stay padded for a model with this attention implementation; empty where padding can go.
+
+    `device` is the type of the one it runs on, `by_lengths` whether its attention goes by the lengths of rows alone
+    (`_trl.attends_by_lengths`).
+    """
     layers = set(getattr(backbone.config, "layer_types", None) or ()) - _ATTENTION_ONLY
     parameters = inspect.signature(backbone.forward).parameters
+    flash, sdpa = "flash" in attention, attention == "sdpa"
     reasons = {
-        f"attention is {attention}, and only FlashAttention knows where a row ends": "flash" not in attention,
+        f"attention is {attention}, and only FlashAttention and SDPA know where a row ends": not (flash or sdpa),
+        "SDPA knows where a row ends on a CPU only": sdpa and device != "cpu",
+        "its attention is not known to go by lengths alone": sdpa and not by_lengths,
+        "its tokens see later ones": sdpa and not _is_causal(backbone),
         f"it has layers of {', '.join(sorted(layers))}": bool(layers),
         "it has convolutions, which would run across rows": any(isinstance(m, nn.Conv1d) for m in backbone.modules()),
         "its forward takes no positions": "position_ids" not in parameters,
@@ -31,6 +41,12 @@ def why_padded(backbone: nn.Module, attention: str) -> str:
 def looks_ahead(config: Any) -> bool:
     """Whether a model's config lets tokens attend to later ones."""
     return bool(getattr(config, "use_bidirectional_attention", None)) or getattr(config, "is_causal", True) is False
+
+
+def _is_causal(backbone: Any) -> bool:
+    """Whether neither the model's config nor any of its layers lets tokens attend to later ones."""
+    layers = all(getattr(module, "is_causal", True) is not False for module in backbone.modules())
+    return layers and not looks_ahead(backbone.config.get_text_config())
 
 
 def flattened(

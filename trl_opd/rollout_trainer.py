@@ -201,7 +201,9 @@ class RolloutTrainer(PromptData):
         if balance and self.accelerator.num_processes > 1:
             rollout = deal(gather_object([rollout]), self.accelerator.process_index, steps)
         batches = []
-        cut = micro_batches(row_lengths(rollout), parts, steps=steps, balance=balance, merge=self._merges)
+        cut = micro_batches(
+            row_lengths(rollout), parts, steps=steps, balance=balance, merge=self._merges, flat=self._all_flat
+        )
         for i, indices in enumerate(cut):
             batch = pad_rollout(rollout, indices, self._tokenizer.pad_token_id, self.args.pad_to_multiple_of)
             if self.args.strict_masks and indices:

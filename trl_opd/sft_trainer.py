@@ -127,7 +127,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
             return
         self.loss_is_scaled_for_ga = True  # we divide by the tokens of the whole step ourselves
         self.model_accepts_loss_kwargs = True
-        self._flat = self._leaves_out_padding(self.model, "model")
+        self._flat = self._all_flat = self._leaves_out_padding(self.model, "model")
         # accelerate may cut batches on the main process, where nothing but tensors can be cut
         whole = not isinstance(train_dataset, IterableDataset) and not args.accelerator_config.dispatch_batches
         why_not = why_as_drawn(self, data_collator, whole)
@@ -203,7 +203,7 @@ class SFTTrainer(TokenLevelTrainer, trl.SFTTrainer):
         """The micro-batches of a step, their rows sorted by length and cut anew (`balance_micro_batches`)."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._balance and batches:
-            batches = send_to_device(regrouped(batches, self.data_collator, self._merges), device)
+            batches = send_to_device(regrouped(batches, self.data_collator, self._merges, self._all_flat), device)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:

@@ -11,7 +11,7 @@ import torch
 from accelerate.logging import get_logger
 
 from . import heads
-from ._trl import ForwardRedirection, attention_of
+from ._trl import ForwardRedirection, attends_by_lengths, attention_of
 from .checkpointed_trainer import CheckpointedTrainer
 from .compiled import backbones_for
 from .data.collate import SIZES
@@ -20,9 +20,11 @@ from .data.report import MaskReport
 from .data.sampler import PromptStream, WindowSampler
 from .flat import why_padded
 from .layouts import gathered, shards_weights
+from .lora_linear import use_lora_linear
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .nonfinite import NonFiniteGuard
+from .row_attention import attend_row_by_row
 from .throughput import Stopwatch, peak_memory_gib
 from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
@@ -45,6 +47,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     data_reports: list[MaskReport]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    _all_flat: bool  # no model of a step runs padding
     _beside: tuple[Any, ...] = ()  # frozen models that score beside the trained one
     _metrics: dict[str, Any]
 
@@ -54,6 +57,8 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         self._window_sampler: WindowSampler | PromptStream | None = None
         self._stopwatch, self._tokens_since_log = Stopwatch(), torch.zeros((), device=self.accelerator.device)
         self._compiled = backbones_for(self)
+        if not self.args.torch_compile and (layers := use_lora_linear(self.model)):
+            logger.info(f"LoRA: {layers} layers add up inside their matrix products, where one plain adapter is on")
         self._start_guard()
 
     def _note_report(self, report: MaskReport) -> None:
@@ -162,11 +167,15 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
     def _leaves_out_padding(self, model: Any, whose: str) -> bool:
         """Whether a model is run on rows without padding; the choice is logged with its reason."""
         inner = heads.causal_lm(model)
-        attention = attention_of(inner)
-        why_not = why_padded(inner.base_model, attention)
+        attention, backbone = attention_of(inner), inner.base_model
+        why_not = why_padded(backbone, attention, self.accelerator.device.type, attends_by_lengths(backbone))
+        if attention == "sdpa" and self.args.torch_compile:
+            why_not = why_not or "torch_compile would compile SDPA anew for rows of other lengths"
         if model is self.model and self.args.neftune_noise_alpha:
             why_not = why_not or "NEFTune's noise goes by the length of the padded rows"
         logger.info(f"{whose}: padding is {f'kept: {why_not}' if why_not else f'left out ({attention})'}")
+        if attention == "sdpa" and not why_not:
+            attend_row_by_row()
         return not why_not
 
     @property
@@ -211,7 +220,7 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
                 f"per_device_max_tokens is {budget}, and a row has {longest} tokens: rows that are longer are run one "
                 "at a time. Further ones are not reported."
             )
-        return pieces(inputs, budget, self.args.pad_to_multiple_of)
+        return pieces(inputs, budget, self.args.pad_to_multiple_of, self._all_flat)
 
     @property
     def _ranks(self) -> heads.Ranks:

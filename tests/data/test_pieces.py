@@ -19,6 +19,13 @@ def test_cuts_by_hand():
     assert row_cuts([2, 2], 4) == [(0, 2)] and row_cuts([7], 1) == [(0, 1)]
 
 
+def test_cuts_of_rows_without_padding_by_hand():
+    """9 + 5 are 14, 9 + 5 + 4 are 18."""
+    assert row_cuts([9, 5, 4, 2], 18, flat=True) == [(0, 3), (3, 4)]
+    assert row_cuts([9, 5, 4, 2], 17, flat=True) == [(0, 2), (2, 4)]
+    assert row_cuts([4, 30, 4, 4], 8, flat=True) == [(0, 1), (1, 2), (2, 4)]
+
+
 def batch(shown=None):
     """Prompts of 2, 1, 3, 1 tokens; the third completion is masked, the second and the fourth are off-policy."""
     prompts = [[1, 2], [3], [4, 5, 6], [7]]

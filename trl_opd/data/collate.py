@@ -61,18 +61,22 @@ class CheckedCollator:
 
 
 def regrouped(
-    batches: list[dict[str, Any]], collate: Callable[[Sequence[Any]], dict[str, Any]], merge: bool = False
+    batches: list[dict[str, Any]],
+    collate: Callable[[Sequence[Any]], dict[str, Any]],
+    merge: bool = False,
+    flat: bool = False,
 ) -> list[dict]:
     """The rows of some batches in as many batches of the same sizes, sorted by length and padded anew, on the CPU.
 
-    With `merge` they are cut by tokens (`sizes_by_tokens`), and batches without a row come first.
+    With `merge` they are cut by tokens (`sizes_by_tokens`), which with `flat` are run without the padding, and batches
+    without a row come first.
     """
     rows = [row for batch in batches for row in batch[ROWS].rows]
     lengths = [max(len(row["input_ids"]), 1) for row in rows]  # a row that is empty is padded as well
     order = longest_first(range(len(rows)), lengths)
     sizes = [len(batch[ROWS].rows) for batch in batches]
     if merge:
-        sizes = sizes_by_tokens([lengths[row] for row in order], sizes)
+        sizes = sizes_by_tokens([lengths[row] for row in order], sizes, flat)
     taken = iter(order)
     cut = [collate([rows[next(taken)] for _ in range(size)]) for size in sizes if size]
     return [without_rows(cut[0])] * sizes.count(0) + cut

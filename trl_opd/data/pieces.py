@@ -11,30 +11,34 @@ from ..types import RowSizes, TrainedPositions
 from .collate import OFF_POLICY, POSITIONS, ROWS, SAMPLED, SIZES, TEACHER
 
 
-def row_cuts(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Stretches of rows, [first, end), whose number times their longest stays within `max_tokens`.
+def row_cuts(lengths: Sequence[int], max_tokens: int, flat: bool = False) -> list[tuple[int, int]]:
+    """Stretches of rows, [first, end), whose number times their longest stays within `max_tokens`; with `flat`, whose
+    lengths add up to no more.
 
     Rows keep their order. One that is longer by itself is a stretch of its own.
     """
     cuts: list[tuple[int, int]] = []
-    first = longest = 0
+    first = longest = total = 0
     for row, length in enumerate(lengths):
-        longest = max(longest, length)
-        if row > first and (row + 1 - first) * longest > max_tokens:
+        longest, total = max(longest, length), total + length
+        if row > first and (total if flat else (row + 1 - first) * longest) > max_tokens:
             cuts.append((first, row))
-            first, longest = row, length
+            first, longest, total = row, length, length
     return [*cuts, (first, len(lengths))]
 
 
-def pieces(batch: dict[str, Any], max_tokens: int, multiple_of: int | None = None) -> list[dict[str, Any]]:
-    """A padded batch cut into batches of the same keys, each no wider than its longest row (and `multiple_of`).
+def pieces(
+    batch: dict[str, Any], max_tokens: int, multiple_of: int | None = None, flat: bool = False
+) -> list[dict[str, Any]]:
+    """A padded batch cut into batches of the same keys, each no wider than its longest row (and `multiple_of`); `flat`
+    where they are run without padding.
 
     The trained positions of the pieces, one after the other, are those of the batch.
     """
     lengths: Sequence[int] = batch[SIZES].tokens
     if TEACHER in batch:
         lengths = [max(both) for both in zip(lengths, batch[TEACHER][SIZES].tokens, strict=True)]
-    cuts = row_cuts(lengths, max_tokens)
+    cuts = row_cuts(lengths, max_tokens, flat)
     return [batch] if len(cuts) == 1 else [_rows(batch, first, end, multiple_of) for first, end in cuts]
 
 
