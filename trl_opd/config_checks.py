@@ -175,7 +175,14 @@ _RANGES: list[tuple[tuple[str, ...], float, float | None, bool]] = [
     (("top_k",), -1, None, True),
     (("eval_delay", "loss_top_k"), 0, None, True),
     (
-        ("max_length", "max_completion_length", "save_total_limit", "eval_accumulation_steps", "dataset_num_proc"),
+        (
+            "max_length",
+            "max_completion_length",
+            "teacher_max_tokens",
+            "save_total_limit",
+            "eval_accumulation_steps",
+            "dataset_num_proc",
+        ),
         1,
         None,
         True,

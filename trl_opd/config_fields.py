@@ -27,6 +27,17 @@ def per_device_max_tokens() -> Any:
     )
 
 
+def teacher_max_tokens() -> Any:
+    return field(
+        default=None,
+        metadata={
+            "help": "Let the teacher score several micro-batches of a step at once: as many as have no more tokens "
+            "than this, with the padding that is run. Its states of their trained tokens are held meanwhile. "
+            "Unset: one at a time, as the student. Changes no gradient."
+        },
+    )
+
+
 def ended_rows_leave() -> Any:
     return field(
         default=None,

@@ -314,6 +314,7 @@ class DistillationConfig(SecretsStayHere, RunFields, trl.DistillationConfig):
             "multiple of it, so that several optimizer steps learn from one rollout."
         },
     )
+    teacher_max_tokens: int | None = config_fields.teacher_max_tokens()
     ended_rows_leave: bool | None = config_fields.ended_rows_leave()
     log_token_metrics: bool = field(
         default=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .checks.dropout import turn_off_dropout
 from .checks.preflight import say_or_raise
 from .config_checks import check_order_of_prompts, check_pieces, why_not_smoothed
 from .configs import DistillationConfig
-from .data.collate import NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER, from_trl
+from .data.collate import AHEAD, NUM_ITEMS, OFF_POLICY, POSITIONS, SAMPLED, SIZES, TEACHER, from_trl
 from .data.report import MaskReport
 from .errors import RunError
 from .layouts import check_layout, check_student
@@ -41,6 +42,7 @@ from .teacher_setup import (
     restrict_sampling,
     whether_rows_leave,
 )
+from .teachers.ahead import Share
 from .teachers.local import LocalTeacher
 from .types import FusedOutput, TrainedPositions
 
@@ -145,6 +147,7 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             self.eval_dataset = self._prepare_evals(eval_dataset)
         say_or_raise(self)
         self._empty_steps = 0
+        self._shares = {}
         self._eval_batches = 0
         self._schedule: list[tuple[float, int]] = []
         if args.completion_length_schedule is not None:
@@ -176,8 +179,9 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
         return (loss, None) if return_outputs else loss
 
     def _loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        positions, num_items = inputs.pop(POSITIONS), inputs.pop(NUM_ITEMS, None)
-        out = self._in_wrapped_forward(model, self._score, inputs, positions)
+        positions, num_items, ahead = inputs.pop(POSITIONS), inputs.pop(NUM_ITEMS, None), inputs.pop(AHEAD, None)
+        score = self._score if ahead is None else partial(self._score, ahead=ahead)
+        out = self._in_wrapped_forward(model, score, inputs, positions)
         sums, tokens = self._sums[self._mode], len(positions)
         for name, values in out.metrics.items():
             if name in SPREAD:
@@ -193,13 +197,23 @@ class DistillationTrainer(RolloutTrainer, trl.DistillationTrainer):
             leave_step_out(self.accelerator, model)
         return global_mean(out.loss_sum, num_items, self.accelerator.num_processes)
 
-    def _score(self, unwrapped: Any, batch: dict[str, Any], positions: TrainedPositions) -> FusedOutput:
-        """Σ objective + `sft_weight` · Σ −log p (rows the student did not write) + `anchor_weight` · Σ KL(base ‖ p)."""
+    def _score(
+        self, unwrapped: Any, batch: dict[str, Any], positions: TrainedPositions, ahead: Share | None = None
+    ) -> FusedOutput:
+        """Σ objective + `sft_weight` · Σ −log p (rows the student did not write) + `anchor_weight` · Σ KL(base ‖ p).
+
+        `ahead` is the batch's share of what the teacher is run on at once.
+        """
         off_policy, sampled = batch.pop(OFF_POLICY, None), batch.pop(SAMPLED, None)
         shown = batch.pop(TEACHER, None) or {**batch, POSITIONS: positions}
+
+        def scored(batch: dict[str, Any]) -> tuple[torch.Tensor, heads.Head]:
+            return self.teacher.states(unwrapped, batch, batch[POSITIONS])
+
+        # the teacher first: what it needs along the way is gone before the student keeps its activations
+        teacher_hidden, teacher_head = scored(shown) if ahead is None else ahead.states(scored)
         hidden = heads.predicting_states(unwrapped, batch, positions, self._flat)
         head = heads.head_of(unwrapped)
-        teacher_hidden, teacher_head = self.teacher.states(unwrapped, shown, shown[POSITIONS])
         out = heads.token_loss(
             self._settings,
             hidden,

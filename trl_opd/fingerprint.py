@@ -30,7 +30,7 @@ FREE = {
     "enable_jit_checkpoint",
     "restore_callback_states_from_checkpoint", "num_completions_to_print", "dataloader_num_workers",
     "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-    "balance_micro_batches", "per_device_max_tokens", "benchmarks", "benchmark_command",
+    "balance_micro_batches", "per_device_max_tokens", "teacher_max_tokens", "benchmarks", "benchmark_command",
 }  # fmt: skip
 FREE_BEGINNINGS = ("logging_", "log_", "save_", "eval_", "hub_", "push_", "ddp_", "torch_compile", "vllm_")
 

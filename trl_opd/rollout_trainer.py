@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, SequentialSampler
 from ._trl import completions_shown
 from .accuracy import ANSWER, can_verify, is_right
 from .balance import deal, micro_batches, row_lengths
-from .data.collate import NUM_ITEMS, POSITIONS, SAMPLED, pad_rollout, pad_rows
+from .data.collate import AHEAD, NUM_ITEMS, POSITIONS, SAMPLED, SIZES, TEACHER, pad_rollout, pad_rows
 from .data.sampler import PromptRows, PromptStream, WindowSampler
 from .errors import NonFiniteError
 from .few_tokens import fast_on_few_tokens
 from .generation import ended_rows_leave
+from .layouts import shards_weights
 from .losses.objectives import Settings as LossSettings
 from .masking import check_batch
 from .prompt_data import PromptData
@@ -34,6 +35,7 @@ from .rollout import (
 )
 from .shown import printable
 from .teachers.adapter import AdapterTeacher
+from .teachers.ahead import Share, shares, stretches_of
 from .teachers.local import LocalTeacher
 from .types import IGNORE_INDEX, FusedOutput, Rollout, TrainedPositions
 
@@ -65,6 +67,7 @@ class RolloutTrainer(PromptData):
     _schedule: list[tuple[float, int]]
     _eval_batches: int
     _rows_leave: bool
+    _shares: dict[int, Share]
 
     # --- data ------------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,22 @@ class RolloutTrainer(PromptData):
             self._metrics["train"]["distill/staleness"].append(float(due // accumulation))
         assert self._buffered_inputs is not None, "a window starts at its first micro-batch"
         self._step_tokens, self._step_rows = self._window_counts[due // accumulation]
-        return self._buffered_inputs[due]
+        if due % accumulation == 0:
+            self._shares = self._look_ahead(self._buffered_inputs[due : due + accumulation])
+        share = self._shares.pop(due % accumulation, None)
+        return self._buffered_inputs[due] | ({AHEAD: share} if share else {})
+
+    def _look_ahead(self, batches: list[dict[str, Any]]) -> dict[int, Share]:
+        """Which of a step's micro-batches the teacher is run on at once (`teacher_max_tokens`)."""
+        if self.args.teacher_max_tokens is None:
+            return {}
+        shown = [batch.get(TEACHER, batch) for batch in batches]
+        rows = [batch[SIZES].tokens for batch in shown]
+        sizes = [[len(tokens), max(tokens, default=0), sum(tokens)] for tokens in rows]
+        if shards_weights(self.accelerator.state):  # every rank is in every pass
+            table = torch.tensor(sizes, device=self.accelerator.device)
+            sizes = self.accelerator.gather(table.unsqueeze(0)).amax(0).tolist()
+        return shares(shown, stretches_of(sizes, self.args.teacher_max_tokens, self.teacher.flat))
 
     def _own_state(self) -> dict[str, Any]:
         """With what is left of a rollout, where the next step does not begin one."""

@@ -38,8 +38,8 @@ CELLS = {
     "mixed-full-tied": {"lmbda": 0.5, "sft_weight": 0.3, "anchor_weight": 0.2},
     # the base writes half of the rows, and grades all
     "base-lora-untied": {"teacher_kind": "base", "teacher_prompt_column": "hint", "seq_kd": True, "lmbda": 0.5},
-    # two optimizer steps a rollout; the resumed run starts between them
-    "window-full-untied": {"steps_per_generation": 4},
+    # two optimizer steps a rollout, the resumed run starts between them; the teacher scores micro-batches at once
+    "window-full-untied": {"steps_per_generation": 4, "teacher_max_tokens": 120},
     # every completion of the second step is cut, so that it trains nothing
     "empty-full-tied": {"lmbda": 0.7, "mask_truncated_completions": True, "seed": 26},
     # heads that are called, and one that is trained as a copy

@@ -17,6 +17,7 @@ OFF_POLICY = "off_policy"  # for the positions in rows that the student did not 
 NUM_ITEMS = "num_items_in_batch"  # for N, the trained tokens of the whole optimizer step
 SAMPLED = "sampled_log_probs"  # for the log-probabilities that the tokens were sampled with
 TEACHER = "teacher"  # for the batch that the teacher is shown in this one's place
+AHEAD = "teacher_ahead"  # for its share of what the teacher is run on at once (`teachers.ahead.Share`)
 ROWS = "collated_rows"  # for the rows that a batch was made of
 SIZES = "row_sizes"  # for its `RowSizes`
 

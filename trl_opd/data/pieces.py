@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from ..types import RowSizes, TrainedPositions
-from .collate import OFF_POLICY, POSITIONS, ROWS, SAMPLED, SIZES, TEACHER
+from ..types import IGNORE_INDEX, RowSizes, TrainedPositions
+from .collate import AHEAD, OFF_POLICY, POSITIONS, ROWS, SAMPLED, SIZES, TEACHER
 
 
 def row_cuts(lengths: Sequence[int], max_tokens: int, flat: bool = False) -> list[tuple[int, int]]:
@@ -42,6 +43,30 @@ def pieces(
     return [batch] if len(cuts) == 1 else [_rows(batch, first, end, multiple_of) for first, end in cuts]
 
 
+def joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Padded batches as one, as wide as the widest: what a model is run on, with the trained positions of one after the
+    other."""
+    wide = max(batch["input_ids"].size(1) for batch in batches)
+    whole: dict[str, Any] = {}
+    for key, filler in (("input_ids", 0), ("attention_mask", 0), ("labels", IGNORE_INDEX)):
+        whole[key] = torch.cat([pad(batch[key], (0, wide - batch[key].size(1)), value=filler) for batch in batches])
+    sizes = [batch[SIZES] for batch in batches]
+    names = ("tokens", "trained", "off_policy")
+    whole[SIZES] = RowSizes(*(tuple(x for size in sizes for x in getattr(size, name)) for name in names))
+    start = min(batch[POSITIONS].start for batch in batches)
+    index, rows, first = [], [], 0
+    for batch in batches:
+        count, width = batch["input_ids"].shape
+        at: TrainedPositions = batch[POSITIONS]
+        columns = at.index % max(width - at.start, 1) + at.start - start
+        index.append((at.rows + first) * (wide - start) + columns)
+        rows.append(at.rows + first)
+        first += count
+    targets = torch.cat([batch[POSITIONS].targets for batch in batches])
+    whole[POSITIONS] = TrainedPositions(start, torch.cat(index), torch.cat(rows), targets)
+    return whole
+
+
 def _rows(batch: dict[str, Any], first: int, end: int, multiple_of: int | None) -> dict[str, Any]:
     """The rows [first, end) of a batch."""
     sizes: RowSizes = batch[SIZES]
@@ -57,6 +82,8 @@ def _rows(batch: dict[str, Any], first: int, end: int, multiple_of: int | None) 
             value = RowSizes(sizes.tokens[first:end], sizes.trained[first:end], sizes.off_policy[first:end])
         elif key == SAMPLED:
             value = value[tokens]
+        elif key == AHEAD:
+            value = value.part(tokens)
         elif key == OFF_POLICY:
             before, until = (_count_off_policy(sizes, rows) for rows in (first, end))
             value = value[before:until] - tokens.start
