@@ -57,6 +57,7 @@ class Work:
     windows: int = 3
     compact: bool = True  # whether TRL is timed compacted too; on a GPU it compacts by itself
     gkd: bool = False  # TRL's side is its GKDTrainer
+    memory: bool = True  # whether peak memory is measured too, on a CPU in a process for each side
     checkpointing: bool = False  # gradient checkpointing on a CPU; it is always on on a GPU
 
     @property
