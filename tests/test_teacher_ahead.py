@@ -121,6 +121,14 @@ def test_as_many_as_fit(tmp_path):
     assert not trainer._shares
 
 
+@pytest.mark.parametrize("most, accumulation", [(10, 4), (10_000, 1)])
+def test_a_number_that_does_nothing_is_said(tmp_path, most, accumulation, caplog):
+    """Micro-batches that are too large, and one alone."""
+    _, _, seen, _ = distilled(tmp_path, most, **EACH | {"gradient_accumulation_steps": accumulation})
+    assert set(seen) == {1}
+    assert f"teacher_max_tokens is {most}, and no two micro-batches" in caplog.text
+
+
 def test_a_prompt_of_the_teachers_own(tmp_path):
     rows = text_rows(4)
     rows = rows.add_column("shown", [prompt + " cd" * (4 - i) for i, prompt in enumerate(rows["prompt"])])

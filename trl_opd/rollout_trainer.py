@@ -159,7 +159,14 @@ class RolloutTrainer(PromptData):
         if shards_weights(self.accelerator.state):  # every rank is in every pass
             table = torch.tensor(sizes, device=self.accelerator.device)
             sizes = self.accelerator.gather(table.unsqueeze(0)).amax(0).tolist()
-        return shares(shown, stretches_of(sizes, self.args.teacher_max_tokens, self.teacher.flat))
+        stretches = stretches_of(sizes, self.args.teacher_max_tokens, self.teacher.flat)
+        if not stretches:
+            logger.warning_once(
+                f"teacher_max_tokens is {self.args.teacher_max_tokens}, and no two micro-batches of a step that follow "
+                "one another have so few tokens together: the teacher scores each by itself. Raise it, or leave it "
+                "out. Further steps like this one are not reported."
+            )
+        return shares(shown, stretches)
 
     def _own_state(self) -> dict[str, Any]:
         """With what is left of a rollout, where the next step does not begin one."""
