@@ -97,4 +97,4 @@ def test_a_start_is_measured():
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("| sft"))
     first, end, imports = (float(cell) for cell in line.strip("|").split("|")[1:])
-    assert 0 < imports < end and 0 < first <= end
+    assert imports > 0 and 0 < first <= end  # `imports` is the time of another process
