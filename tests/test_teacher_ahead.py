@@ -89,7 +89,7 @@ OPTIONS = {
     "two rollouts": EACH | {"n": 8, "max_steps": 2},
     "two steps a rollout": EACH | {"n": 8, "max_steps": 2, "steps_per_generation": 8, "objective": "policy_gradient"},
     "merged": EACH | {"balance_micro_batches": True},
-    "pieces": EACH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_max_tokens": 30},
+    "pieces": EACH | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_max_tokens": 29},
     "anchor": EACH | {"anchor_weight": 0.2, "peft_config": LORA},
     "base": EACH | {"teacher_kind": "base", "teacher": False, "gradient_checkpointing": True},
 }
