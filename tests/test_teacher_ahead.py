@@ -10,9 +10,9 @@ from training import assert_same_gradients, text_rows
 
 import trl_opd.token_trainer
 from trl_opd.data.collate import POSITIONS, SIZES, pad_rows
-from trl_opd.data.pieces import joined
+from trl_opd.data.pieces import joined, stretches
 from trl_opd.heads import predicting_states
-from trl_opd.teachers.ahead import Ahead, shares, stretches_of
+from trl_opd.teachers.ahead import Ahead, shares
 
 X = -100
 BATCHES = [
@@ -27,14 +27,15 @@ def test_stretches_by_hand():
     """Rows, longest and tokens. Padded: 2 · 5 and 1 · 4 are 3 · 5, 4 more rows would be 7 · 5; 4 · 3 and 1 · 2 are
     5 · 3. Unpadded: 8 + 4 + 9."""
     sizes = [(2, 5, 8), (1, 4, 4), (4, 3, 9), (1, 2, 2)]
-    assert stretches_of(sizes, 15, flat=False) == [[0, 1], [2, 3]]
-    assert stretches_of(sizes, 14, flat=False) == []
-    assert stretches_of(sizes, 21, flat=True) == [[0, 1, 2]]
-    assert stretches_of(sizes, 23, flat=True) == [[0, 1, 2, 3]]
-    assert stretches_of(sizes, 1, flat=True) == []
-    assert stretches_of([(0, 0, 0), (1, 4, 4), (0, 0, 0), (1, 4, 4)], 8, flat=False) == [[1, 3]]
+    assert stretches(sizes, 15, flat=False) == [[0, 1], [2, 3]]
+    assert stretches(sizes, 14, flat=False) == [[0], [1], [2], [3]]
+    assert stretches(sizes, 21, flat=True) == [[0, 1, 2], [3]]
+    assert stretches(sizes, 23, flat=True) == [[0, 1, 2, 3]]
+    assert stretches(sizes, 1, flat=True) == [[0], [1], [2], [3]]
+    assert stretches([(0, 0, 0), (1, 4, 4), (0, 0, 0), (1, 4, 4)], 8, flat=False) == [[1, 3]]
     # a short row in front of a long one is padded as well
-    assert stretches_of([(3, 1, 3), (1, 9, 9)], 35, flat=False) == [] != stretches_of([(3, 1, 3), (1, 9, 9)], 36, False)
+    sizes = [(3, 1, 3), (1, 9, 9)]
+    assert stretches(sizes, 35, flat=False) == [[0], [1]] and stretches(sizes, 36, flat=False) == [[0, 1]]
 
 
 @pytest.mark.parametrize("flat", [False, True])

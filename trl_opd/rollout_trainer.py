@@ -17,6 +17,7 @@ from ._trl import completions_shown
 from .accuracy import ANSWER, can_verify, is_right
 from .balance import deal, micro_batches, row_lengths
 from .data.collate import AHEAD, NUM_ITEMS, POSITIONS, SAMPLED, SIZES, TEACHER, pad_rollout, pad_rows
+from .data.pieces import stretches
 from .data.sampler import PromptRows, PromptStream, WindowSampler
 from .errors import NonFiniteError
 from .few_tokens import fast_on_few_tokens
@@ -35,7 +36,7 @@ from .rollout import (
 )
 from .shown import printable
 from .teachers.adapter import AdapterTeacher
-from .teachers.ahead import Share, shares, stretches_of
+from .teachers.ahead import Share, shares
 from .teachers.local import LocalTeacher
 from .types import IGNORE_INDEX, FusedOutput, Rollout, TrainedPositions
 
@@ -159,14 +160,15 @@ class RolloutTrainer(PromptData):
         if shards_weights(self.accelerator.state):  # every rank is in every pass
             table = torch.tensor(sizes, device=self.accelerator.device)
             sizes = self.accelerator.gather(table.unsqueeze(0)).amax(0).tolist()
-        stretches = stretches_of(sizes, self.args.teacher_max_tokens, self.teacher.flat)
-        if not stretches:
+        found = stretches(sizes, self.args.teacher_max_tokens, self.teacher.flat)
+        several = [stretch for stretch in found if len(stretch) > 1]
+        if not several:
             logger.warning_once(
                 f"teacher_max_tokens is {self.args.teacher_max_tokens}, and no two micro-batches of a step that follow "
                 "one another have so few tokens together: the teacher scores each by itself. Raise it, or leave it "
                 "out. Further steps like this one are not reported."
             )
-        return shares(shown, stretches)
+        return shares(shown, several)
 
     def _own_state(self) -> dict[str, Any]:
         """With what is left of a rollout, where the next step does not begin one."""

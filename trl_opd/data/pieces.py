@@ -18,14 +18,28 @@ def row_cuts(lengths: Sequence[int], max_tokens: int, flat: bool = False) -> lis
 
     Rows keep their order. One that is longer by itself is a stretch of its own.
     """
-    cuts: list[tuple[int, int]] = []
-    first = longest = total = 0
-    for row, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
-        if row > first and (total if flat else (row + 1 - first) * longest) > max_tokens:
-            cuts.append((first, row))
-            first, longest, total = row, length, length
-    return [*cuts, (first, len(lengths))]
+    found = stretches([(1, length, length) for length in lengths], max_tokens, flat)
+    return [(stretch[0], stretch[-1] + 1) for stretch in found]
+
+
+def stretches(sizes: Sequence[Sequence[int]], max_tokens: int, flat: bool) -> list[list[int]]:
+    """Numbers of rows, or of batches, that follow one another and have at most `max_tokens` together.
+
+    `sizes` are the rows of each, its longest row, and its tokens. Together they are padded to the longest of them all,
+    or with `flat` not at all. One that has more by itself is alone, and one without a row belongs to none.
+    """
+    found: list[list[int]] = []
+    rows = longest = tokens = 0
+    for i, (more_rows, length, more_tokens) in enumerate(sizes):
+        if not more_rows:
+            continue
+        rows, longest, tokens = rows + more_rows, max(longest, length), tokens + more_tokens
+        if found and (tokens if flat else rows * longest) <= max_tokens:
+            found[-1].append(i)
+        else:
+            found.append([i])
+            rows, longest, tokens = more_rows, length, more_tokens
+    return found
 
 
 def pieces(

@@ -57,23 +57,3 @@ def shares(batches: Sequence[dict[str, Any]], stretches: Sequence[Sequence[int]]
             end = start + len(batches[i][POSITIONS])
             found[i], start = Share(ahead, slice(start, end)), end
     return found
-
-
-def stretches_of(sizes: Sequence[Sequence[int]], max_tokens: int, flat: bool) -> list[list[int]]:
-    """Numbers of micro-batches, two or more, that have at most `max_tokens` together, in their order.
-
-    `sizes` are the rows of each, its longest row, and its tokens. Together they are padded to the longest of them all,
-    or with `flat` not at all. A micro-batch without a row belongs to none.
-    """
-    stretches: list[list[int]] = []
-    rows = longest = tokens = 0
-    for i, (more_rows, length, more_tokens) in enumerate(sizes):
-        if not more_rows:
-            continue
-        rows, longest, tokens = rows + more_rows, max(longest, length), tokens + more_tokens
-        if stretches and (tokens if flat else rows * longest) <= max_tokens:
-            stretches[-1].append(i)
-        else:
-            stretches.append([i])
-            rows, longest, tokens = more_rows, length, more_tokens
-    return [stretch for stretch in stretches if len(stretch) > 1]
