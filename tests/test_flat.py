@@ -231,6 +231,18 @@ def test_torch_compile_keeps_padding_under_sdpa(tmp_path, monkeypatch, caplog):
     assert "padding is kept: torch_compile would compile SDPA anew" in caplog.text
 
 
+def test_an_sdpa_of_the_scripts_own_is_not_replaced(tmp_path, caplog):
+    before, own = ALL_ATTENTION_FUNCTIONS["sdpa"], lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)
+    AttentionInterface.register("sdpa", own)
+    try:
+        with caplog.at_level(logging.INFO):
+            trainer, _ = build(*OURS, tmp_path)
+        assert not trainer._flat and ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    finally:
+        AttentionInterface.register("sdpa", before)
+    assert "student: padding is kept: another function was registered as `sdpa`" in caplog.text
+
+
 @pytest.fixture
 def sdpa_by_rows():
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -7,6 +7,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def is_transformers_own() -> bool:
+    """Whether `sdpa` is what transformers brings, and not what a script has registered in its place."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] in (sdpa_attention_forward, attention_of_rows)
 
 
 def attend_row_by_row() -> None:

@@ -24,7 +24,7 @@ from .lora_linear import use_lora_linear
 from .losses.reduce import row_sums
 from .metrics import MetricSums
 from .nonfinite import NonFiniteGuard
-from .row_attention import attend_row_by_row
+from .row_attention import attend_row_by_row, is_transformers_own
 from .throughput import Stopwatch, peak_memory_gib
 from .types import IGNORE_INDEX, FusedOutput, TrainedPositions
 
@@ -171,6 +171,8 @@ class TokenLevelTrainer(NonFiniteGuard, CheckpointedTrainer):
         why_not = why_padded(backbone, attention, self.accelerator.device.type, attends_by_lengths(backbone))
         if attention == "sdpa" and self.args.torch_compile:
             why_not = why_not or "torch_compile would compile SDPA anew for rows of other lengths"
+        if attention == "sdpa" and not is_transformers_own():
+            why_not = why_not or "another function was registered as `sdpa`"
         if model is self.model and self.args.neftune_noise_alpha:
             why_not = why_not or "NEFTune's noise goes by the length of the padded rows"
         logger.info(f"{whose}: padding is {f'kept: {why_not}' if why_not else f'left out ({attention})'}")
